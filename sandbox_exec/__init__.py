@@ -1,0 +1,107 @@
+"""Run untrusted agents in sandboxes that can truly be killed.
+
+`Pool` calls a function or a command in a sandbox and gives back an `Outcome`, never a hang; `Limits` says
+what the call may use. Names are loaded when they are first used, so that the part that runs inside a sandbox
+(`sandbox_exec.guest`) starts without loading the rest.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # typing itself is too large for the guest
+if TYPE_CHECKING:
+    from typing import Any
+
+    from sandbox_exec.contracts import (
+        AgentError,
+        Blame,
+        Isolation,
+        KillReport,
+        Limits,
+        Outcome,
+        Rung,
+        Status,
+        Usage,
+    )
+    from sandbox_exec.errors import (
+        AgentFailed,
+        BrokenPool,
+        InvalidExperiment,
+        InvalidValue,
+        PoolClosed,
+        PreflightFailed,
+        RunLocked,
+        SandboxExecError,
+        SandboxUnavailable,
+    )
+    from sandbox_exec.guest import TrialContext, TrialTimeout, context
+    from sandbox_exec.pool import Command, Pool
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentError",
+    "AgentFailed",
+    "Blame",
+    "BrokenPool",
+    "Command",
+    "InvalidExperiment",
+    "InvalidValue",
+    "Isolation",
+    "KillReport",
+    "Limits",
+    "Outcome",
+    "Pool",
+    "PoolClosed",
+    "PreflightFailed",
+    "RunLocked",
+    "Rung",
+    "SandboxExecError",
+    "SandboxUnavailable",
+    "Status",
+    "TrialContext",
+    "TrialTimeout",
+    "Usage",
+    "__version__",
+    "context",
+]
+
+_HOME = {
+    "sandbox_exec.contracts": (
+        "AgentError",
+        "Blame",
+        "Isolation",
+        "KillReport",
+        "Limits",
+        "Outcome",
+        "Rung",
+        "Status",
+        "Usage",
+    ),
+    "sandbox_exec.errors": (
+        "AgentFailed",
+        "BrokenPool",
+        "InvalidExperiment",
+        "InvalidValue",
+        "PoolClosed",
+        "PreflightFailed",
+        "RunLocked",
+        "SandboxExecError",
+        "SandboxUnavailable",
+    ),
+    "sandbox_exec.guest": ("TrialContext", "TrialTimeout", "context"),
+    "sandbox_exec.pool": ("Command", "Pool"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(__import__(module, fromlist=[name]), name)
+    globals()[name] = value  # the next use is an ordinary lookup
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

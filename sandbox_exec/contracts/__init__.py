@@ -1,0 +1,66 @@
+"""The words of the design as types: frozen, without unknown fields, validated where data enters."""
+
+from sandbox_exec.contracts.base import Bytes, Contract, Seconds
+from sandbox_exec.contracts.limits import Limits, Require, Rung
+from sandbox_exec.contracts.outcome import (
+    AgentError,
+    Dropped,
+    Isolation,
+    KillReason,
+    KillReport,
+    Outcome,
+    Usage,
+)
+from sandbox_exec.contracts.status import STATUS_TABLE, Blame, Judged, Retry, Status, StatusRow
+from sandbox_exec.contracts.words import (
+    ActiveTrial,
+    AgentSpec,
+    Grade,
+    Phase,
+    Slot,
+    Task,
+    TaskGrading,
+    TaskProtocol,
+    TimeoutAction,
+    TrialCompletion,
+    TrialDispatch,
+    Variant,
+    derive_seed,
+    derive_trial_id,
+)
+
+__all__ = [
+    "STATUS_TABLE",
+    "ActiveTrial",
+    "AgentError",
+    "AgentSpec",
+    "Blame",
+    "Bytes",
+    "Contract",
+    "Dropped",
+    "Grade",
+    "Isolation",
+    "Judged",
+    "KillReason",
+    "KillReport",
+    "Limits",
+    "Outcome",
+    "Phase",
+    "Require",
+    "Retry",
+    "Rung",
+    "Seconds",
+    "Slot",
+    "Status",
+    "StatusRow",
+    "Task",
+    "TaskGrading",
+    "TaskProtocol",
+    "TimeoutAction",
+    "TrialCompletion",
+    "TrialDispatch",
+    "Usage",
+    "Variant",
+    "derive_seed",
+    "derive_trial_id",
+]

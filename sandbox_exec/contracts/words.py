@@ -1,0 +1,266 @@
+"""The rest of the design's words as types: tasks, variants, slots, grades, and the messages about trials.
+
+No behaviour but validation, and the two derivations that make a run repeatable: `derive_trial_id` and
+`derive_seed`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import AfterValidator, Field, JsonValue, model_validator
+
+from sandbox_exec.contracts.base import Contract, Seconds
+from sandbox_exec.contracts.limits import Limits
+from sandbox_exec.contracts.outcome import AgentError, Dropped, Isolation, KillReport, Usage
+from sandbox_exec.contracts.status import Judged
+from sandbox_exec.errors import InvalidValue
+
+RESERVED_ENV_PREFIX: Final = "SANDBOX_EXEC_"  # names by which a sandbox tells the agent where things are
+
+_SLUG_CHARS: Final = 40  # of each name: what a person recognises, well within a folder name's 255 bytes
+_ID_HASH_CHARS: Final = 12  # 48 bits: tells apart slots whose slugs are the same
+
+
+class Phase(StrEnum):
+    """What a trial goes through, in order."""
+
+    STAGE = "stage"
+    AGENT = "agent"
+    GRADE = "grade"
+    COLLECT = "collect"
+    TEARDOWN = "teardown"
+
+
+def _env_name(name: str) -> str:
+    if not name or "=" in name or "\0" in name:
+        raise InvalidValue(
+            f"{name!r} is not a name of an environment variable: not empty, without '=' and NUL"
+        )
+    if name.startswith(RESERVED_ENV_PREFIX):
+        raise InvalidValue(
+            f"{name!r} is reserved: the sandbox sets the names that begin with {RESERVED_ENV_PREFIX}"
+        )
+    return name
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise InvalidValue(f"{text!r} holds a NUL, which no argument or variable can")
+    return text
+
+
+def _entry_point(text: str) -> str:
+    module, _, function = text.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+        raise InvalidValue(
+            f'{text!r} does not name a function; allowed: "module:function", such as "agents.solve:main"'
+        )
+    return text
+
+
+def _finite(value: JsonValue) -> JsonValue:
+    # Parsers let NaN and Infinity through, but they are no JSON: what stores or reads the value later fails.
+    pending: list[JsonValue] = [value]
+    while pending:
+        match pending.pop():
+            case float(number) if not math.isfinite(number):
+                raise InvalidValue(f"{number} is not JSON: numbers are finite")
+            case list(items):
+                pending.extend(items)
+            case dict(members):
+                pending.extend(members.values())
+    return value
+
+
+Json = Annotated[JsonValue, AfterValidator(_finite)]
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Text = Annotated[str, AfterValidator(_without_nul)]
+EnvName = Annotated[str, AfterValidator(_env_name)]
+Argv = Annotated[tuple[Text, ...], Field(min_length=1)]
+Ordinal = Annotated[int, Field(strict=True, ge=0)]
+TimeoutAction = Literal["skip", "retry", "extend"]
+
+
+class TaskProtocol(Contract):
+    """How a task is to be run."""
+
+    timeout_s: Annotated[Seconds, Field(gt=0)] | None = Field(
+        default=None, description="Time that the agent has. None: what the sandbox's settings give."
+    )
+    timeout_action: TimeoutAction = Field(
+        default="skip", description="After a timeout: leave it, try again, or double the time and try again."
+    )
+    max_retries: Ordinal = Field(default=0, description="Further attempts after a failed one.")
+    priority: Annotated[int, Field(strict=True)] = Field(default=0, description="Higher goes first.")
+    tags: tuple[str, ...] = ()
+
+
+class TaskGrading(Contract):
+    """How a task is graded, where that differs from the experiment's grading."""
+
+    assets: Path | None = Field(default=None, description="What the grader sees and the agent never does.")
+    command: Argv | None = None
+
+
+class Task(Contract):
+    """One row of a dataset."""
+
+    id: Id
+    input: Json = Field(description="What the agent is given.")
+    image: str | None = None
+    workspace: Path | None = Field(default=None, description="What the working directory is filled from.")
+    grading: TaskGrading | None = None
+    protocol: TaskProtocol = TaskProtocol()
+    depends_on: tuple[Id, ...] = Field(default=(), description="Tasks that must have succeeded first.")
+    chain: Id | None = Field(default=None, description="Tasks of one chain run one at a time, in order.")
+
+    @model_validator(mode="after")
+    def _not_on_itself(self) -> Self:
+        if self.id in self.depends_on:
+            raise InvalidValue(f"task {self.id!r} depends on itself")
+        return self
+
+
+class AgentSpec(Contract):
+    """Where an agent comes from: exactly one of a command, a frozen artifact, or a Python function."""
+
+    command: Argv | None = None
+    artifact: Path | None = None
+    python: Annotated[str, AfterValidator(_entry_point)] | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = [name for name in ("command", "artifact", "python") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidValue(
+                f"exactly one of command, artifact and python is needed; given: {', '.join(given) or 'none'}"
+            )
+        return self
+
+
+class Variant(Contract):
+    """One agent configuration under test."""
+
+    id: Id
+    agent: AgentSpec
+    env: Mapping[EnvName, Text] = Field(default_factory=dict, description="Variables that the agent gets.")
+    pass_env: tuple[EnvName, ...] = Field(
+        default=(),
+        description="Variables taken from the caller's environment; their values are never stored.",
+    )
+    max_parallel_trials: Annotated[int, Field(strict=True, ge=1)] | None = None
+    lane: Id | None = Field(default=None, description="The rate scope of the provider that the agent uses.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        both = sorted(set(self.env) & set(self.pass_env))
+        if both:
+            raise InvalidValue(
+                f"both in env and in pass_env: {', '.join(both)}; name each variable in one of them"
+            )
+        return self
+
+
+class Slot(Contract):
+    """One cell of the schedule. `schedule_idx` is its place in the order of commits, not its identity."""
+
+    schedule_idx: Ordinal
+    variant_id: Id
+    task_id: Id
+    repeat: Ordinal
+
+
+def derive_trial_id(slot: Slot) -> str:
+    """Return the name of the slot's trial: of variant, task and repeat alone, and safe as a folder name.
+
+    It does not depend on `schedule_idx`, so reordering a schedule keeps its trials' names.
+    """
+    identity = json.dumps([slot.variant_id, slot.task_id, slot.repeat])
+    digest = hashlib.sha256(identity.encode("ascii")).hexdigest()[:_ID_HASH_CHARS]
+    return f"{_slug(slot.variant_id)}.{_slug(slot.task_id)}.{slot.repeat}-{digest}"
+
+
+def derive_seed(seed: int, trial_id: str) -> int:
+    """Return a trial's seed, from the experiment's. It has 32 bits, the most that every generator takes."""
+    digest = hashlib.sha256(json.dumps([seed, trial_id]).encode("ascii")).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def _slug(name: str) -> str:
+    # A leading dot or hyphen would make a hidden folder, or an option of a command.
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:_SLUG_CHARS] or "_"
+
+
+class Grade(Contract):
+    """What a grader wrote. Hostile until it has passed through here: it read what the agent left."""
+
+    score: Annotated[float, Field(strict=True)]
+    passed: Annotated[bool, Field(strict=True)] | None = None
+    metrics: Mapping[str, Annotated[float, Field(strict=True)]] = Field(default_factory=dict)
+    details: Json = None
+
+
+class _OfTrial(Contract):
+    # What each message about a trial begins with.
+    slot: Slot
+    trial_id: str
+    attempt: Annotated[int, Field(strict=True, ge=1)]
+
+    @model_validator(mode="after")
+    def _derived(self) -> Self:
+        due = derive_trial_id(self.slot)
+        if self.trial_id != due:
+            raise InvalidValue(f"trial_id is {self.trial_id!r}, but this slot's trial is {due!r}")
+        return self
+
+
+class TrialDispatch(_OfTrial):
+    """The message to a worker: all that it needs to run one attempt, and nothing secret."""
+
+    seed: Ordinal
+    task: Task
+    variant: Variant
+    limits: Limits
+
+    @model_validator(mode="after")
+    def _of_its_slot(self) -> Self:
+        if (self.variant.id, self.task.id) != (self.slot.variant_id, self.slot.task_id):
+            raise InvalidValue(
+                f"the slot is for variant {self.slot.variant_id!r} and task {self.slot.task_id!r}, "
+                f"but the dispatch holds {self.variant.id!r} and {self.task.id!r}"
+            )
+        return self
+
+
+class TrialCompletion(_OfTrial, Judged):
+    """The message from a worker: how one attempt ended. Written to the attempt's folder before it is sent."""
+
+    phase: Phase = Field(description="The last phase that was entered before the trial's end was decided.")
+    error: AgentError | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    grade: Grade | None = None
+    retry_after_s: Seconds | None = Field(
+        default=None, description="When a provider allows the next attempt."
+    )
+    dropped: Dropped = Dropped()
+    usage: Usage | None = Field(
+        default=None, description="None: the agent was never started, or its worker is lost."
+    )
+    kill: KillReport | None = None
+    isolation: Isolation | None = None
+
+
+class ActiveTrial(_OfTrial):
+    """An attempt that was dispatched and not committed; a backend finds its worker again by it."""
+
+    folder: Path = Field(description="The attempt's folder.")
+    worker: str = Field(description="The backend's own name of the worker; no later worker may have it.")

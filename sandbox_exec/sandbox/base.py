@@ -1,0 +1,84 @@
+"""What a sandbox is to its supervisor: something that is started, listened to, and emptied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from sandbox_exec.contracts import Isolation, Limits
+
+Stream = Literal["stdout", "stderr", "trace", "result"]
+STREAMS: tuple[Stream, ...] = ("stdout", "stderr", "trace", "result")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run: a command, or a pickled call. The environment is added to what every agent gets."""
+
+    limits: Limits
+    argv: tuple[str, ...] = ()
+    payload: bytes = b""
+    env: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+    trusted_results: bool = False
+    staged: dict[str, bytes] = field(default_factory=dict)  # "in/task.json" -> its bytes
+
+
+@dataclass(frozen=True)
+class End:
+    """That the sandbox is empty, and how it came to be."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+    setup: str = ""  # why the agent never started
+    fault: str = ""  # what of ours broke
+    left: int = 0  # processes that could not be killed: only where there is no pid namespace
+    proof: str = ""
+    cpu_s: float | None = None
+    peak_memory_bytes: int | None = None
+    disk_full: bool = False
+
+
+class Listener(Protocol):
+    """The supervisor's side."""
+
+    def on_output(self, stream: Stream, data: memoryview) -> None:
+        """`data` is only good during the call."""
+
+    def on_exceeded(self, what: Literal["memory", "pids"]) -> None: ...
+
+    def on_ended(self, end: End) -> None:
+        """Called once, after the last output, when no process is left."""
+
+
+class Sandbox(Protocol):
+    """One place where trials run, one at a time. All calls come from the thread of its loop."""
+
+    @property
+    def isolation(self) -> Isolation: ...
+
+    def start(self, launch: Launch, listener: Listener) -> None:
+        """Run it; the listener hears the rest."""
+
+    def terminate(self) -> None:
+        """SIGTERM to every process: the co-operative half of a deadline."""
+
+    def kill(self) -> None:
+        """Empty the sandbox; `on_ended` is the proof."""
+
+    def kill_hard(self) -> None:
+        """The same, when `kill` was not answered: give up the sandbox itself."""
+
+    def freeze(self) -> None: ...
+
+    def thaw(self, paused_s: float) -> None:
+        """Go on, after so many seconds in all that do not count."""
+
+    def read_file(self, path: str, limit: int) -> bytes | None:
+        """A regular file that the trial left, such as "out/result.json"; None if there is none.
+
+        Raises ValueError for what is no regular file, or larger. Follows no link.
+        """
+
+    def close(self) -> None:
+        """Release it; what still runs in it is killed."""

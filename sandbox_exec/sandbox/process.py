@@ -1,0 +1,540 @@
+"""The process sandbox: a keeper and the agents it forks, held by a rung of the ladder.
+
+Our side of what `guest.keeper` describes. A sandbox is one slot: it is lent to one trial after the other while
+they leave it as they found it, and is given up (`spent`) when one did not, when the keeper dies, or when the next
+trial wants another `Shape`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import resource
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import psutil
+
+from sandbox_exec.containment import Cgroups, Containment, PoolCgroups, SlotCgroup, View
+from sandbox_exec.containment.view import account_files
+from sandbox_exec.contracts import Isolation, Limits, Rung
+from sandbox_exec.errors import SandboxUnavailable
+from sandbox_exec.guest import keeper, wire
+from sandbox_exec.guest.view import PIPES
+from sandbox_exec.sandbox.base import End, Launch, Listener, Stream
+from sandbox_exec.sandbox.loop import Loop
+from sandbox_exec.sandbox.zygote import Zygote
+
+_CHUNK = bytearray(1 << 18)  # shared: every read is consumed before the next
+_DRAIN = 64  # reads of a pipe after the end; more than it holds, unless a survivor still writes
+_TRACE_PIPE_BYTES = 1 << 20  # fewer turns between guest and supervisor; refused to users with many pipes
+_RLIMITS = {"open_files": resource.RLIMIT_NOFILE, "file_size": resource.RLIMIT_FSIZE, "address_space": resource.RLIMIT_AS}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is fixed when a keeper starts; trials of another shape need another keeper."""
+
+    disk: int
+    files: int
+    network: str
+    memory: int | None  # watched by the keeper, where no cgroup does
+    pids: int | None
+
+    @classmethod
+    def of(cls, limits: Limits, cgroups: Cgroups) -> Shape:
+        return cls(
+            disk=limits.disk,
+            files=limits.files,
+            network=limits.network,
+            memory=None if "memory" in cgroups.homes else limits.memory,
+            pids=None if "pids" in cgroups.homes else limits.pids,
+        )
+
+
+def boot_zygote(
+    containment: Containment,
+    view: View,
+    *,
+    slots: int,
+    preload: list[str],
+    cgroups: PoolCgroups | None,
+    scratch: Path | None,
+) -> Zygote:
+    uids = {containment.agent_uid(slot) for slot in range(slots)}
+    boot = {
+        "mode": containment.mode,
+        "user_namespace": containment.rung is Rung.USER_NAMESPACES,
+        "view": view.for_guest(account_files(uids, containment.agent_gid(0))),
+        "preload": preload,
+        "cgroups": [cgroups.name] * len(cgroups.parents) if cgroups else [],
+        "scratch": str(scratch) if scratch else None,
+        "python": {
+            "path": [os.path.abspath(entry) for entry in sys.path],
+            "prefix": sys.prefix,
+            "exec_prefix": sys.exec_prefix,
+        },
+        "env": base_environment() | (places("") if containment.rung.namespaced else {}),
+    }
+    return Zygote(boot, tuple(cgroups.parents.values()) if cgroups else ())
+
+
+def base_environment() -> dict[str, str]:
+    """All that an agent's environment has, but for the places of its sandbox and what its caller names."""
+    own = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin")]
+    system = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+    return {"PATH": ":".join(dict.fromkeys([*own, *system])), "LANG": "C.UTF-8"}
+
+
+def places(base: str) -> dict[str, str]:
+    """The contract's names for the places of a sandbox; `base` is empty where they are at the root."""
+    return {
+        "HOME": f"{base}/tmp",
+        "SANDBOX_EXEC_IN": f"{base}/in",
+        "SANDBOX_EXEC_WORKSPACE": f"{base}/workspace",
+        "SANDBOX_EXEC_AGENT": f"{base}/agent",
+        "SANDBOX_EXEC_OUT": f"{base}/out",
+        "SANDBOX_EXEC_TRACE": f"{base}/trace" if base else "/run/trace",
+    }
+
+
+class ProcessSandbox:
+    """See `Sandbox`. `on_ready` is called once its keeper is there, `on_gone` when it is no more."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        zygote: Zygote,
+        containment: Containment,
+        shape: Shape,
+        *,
+        slot: int,
+        cgroup: SlotCgroup | None,
+        scratch: Path | None,
+        on_ready: Callable[[], None],
+        on_gone: Callable[[ProcessSandbox], None],
+    ) -> None:
+        self.shape = shape
+        self.zygote = zygote
+        self.spent = False
+        self.ready = False
+        self.keeper_pid = 0
+        self._loop, self._containment, self._cgroup = loop, containment, cgroup
+        self._on_ready, self._on_gone = on_ready, on_gone
+        self._uid, self._gid = containment.agent_uid(slot), containment.agent_gid(slot)
+        self._folder = scratch
+        self._listener: Listener | None = None
+        self._limits = Limits()
+        self._isolations: dict[tuple[object, ...], Isolation] = {}
+        self._fault = ""
+        self._pidfd = self._scratch = -1
+        self._pipes: dict[int, Stream] = {}
+        self._cpu_before = self._cpu_s = 0.0
+        self._peak = 0
+        self._paused = False
+        self._killing = False
+        fds, _ = cgroup.open_members() if cgroup and containment.rung is Rung.CGROUP else ({}, False)
+        watched = {"memory": shape.memory, "pids": shape.pids}
+        request: dict[str, Any] = {
+            "uid": self._uid,
+            "gid": self._gid,
+            "network": shape.network,
+            "disk": shape.disk,
+            "files": shape.files,
+            "watched": watched if any(value is not None for value in watched.values()) else None,
+            "scratch": str(scratch) if scratch else None,
+        }
+        try:
+            self._channel = zygote.fork_keeper(request, fds)
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+        self._lines = wire.Lines(self._channel)
+        loop.add(self._channel.fileno(), self._read_channel)
+
+    @property
+    def isolation(self) -> Isolation:
+        key = (self._limits.memory, self._limits.pids, self._limits.cpus, self._limits.network)
+        if key not in self._isolations:
+            landlock = self.zygote.landlock
+            self._isolations[key] = self._containment.isolation(self._limits, self._uid, landlock)
+        return self._isolations[key]
+
+    @property
+    def failure(self) -> str:
+        """What of ours went wrong in it, if something did."""
+        return self._fault
+
+    # --- what the supervisor asks for ---
+
+    def start(self, launch: Launch, listener: Listener) -> None:
+        self._listener, self._limits = listener, launch.limits
+        self._peak, self._paused, self._killing = 0, False, False
+        for path, data in launch.staged.items():
+            self._stage(path, data)
+        joins = self._cgroup.prepare(launch.limits) if self._cgroup else []
+        if self._cgroup:
+            self._loop.add(self._cgroup.events.fileno(), self._read_events)
+            self._events = self._cgroup.events.fileno()
+        request = _request_file(launch, places(str(self._folder)) if self._folder else {})
+        try:
+            wire.send_bytes(self._channel, keeper.START, (request, *joins))
+        except OSError as error:  # the keeper is dying: its end is on its way to us
+            self._fault = f"the keeper does not answer: {error}"
+        finally:
+            os.close(request)
+
+    def terminate(self) -> None:
+        self._tell(keeper.TERM)
+
+    def kill(self) -> None:
+        self._killing = True
+        if self._cgroup and self._paused:
+            self._cgroup.freeze(False)
+        self._tell(keeper.KILL)
+
+    def kill_hard(self) -> None:
+        self._fault = "" if self._containment.rung.namespaced else "the keeper did not answer"
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        elif self.keeper_pid:
+            os.kill(self.keeper_pid, signal.SIGKILL)
+
+    def freeze(self) -> None:
+        self._paused = True
+        self.spent = True  # its clock has been set: not for another trial
+        if not (self._cgroup and self._cgroup.freeze(True)):
+            self._tell(keeper.FREEZE)
+
+    def thaw(self, paused_s: float) -> None:
+        fd = os.open("paused", os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._scratch)
+        os.write(fd, f"{int(paused_s * 1e9):<20}".encode())
+        os.close(fd)
+        self._paused = False
+        if not (self._cgroup and self._cgroup.freeze(False)):
+            self._tell(keeper.THAW)
+
+    def read_file(self, path: str, limit: int) -> bytes | None:
+        folder, name = path.split("/")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        parent = os.open(folder, flags | os.O_DIRECTORY, dir_fd=self._scratch)
+        try:
+            fd = os.open(name, flags | os.O_NONBLOCK, dir_fd=parent)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+        finally:
+            os.close(parent)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise ValueError(f"{name} is not a regular file")
+            if info.st_size > limit:
+                raise ValueError(f"{name} has {info.st_size} bytes; {limit} are allowed")
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(limit)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Closing the channel is the word: the keeper kills all and ends. `on_gone` follows."""
+        if self._channel.fileno() >= 0:
+            self._loop.remove(self._channel.fileno())
+            self._channel.close()
+        if self._pidfd < 0:
+            self._gone()
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited, and nothing else."""
+        for fd in (self._pidfd, self._scratch, *self._pipes):
+            if fd >= 0:
+                os.close(fd)
+        if self._channel.fileno() >= 0:
+            os.close(self._channel.detach())
+
+    # --- what the keeper says ---
+
+    def _tell(self, command: bytes) -> None:
+        with contextlib.suppress(OSError):  # gone: its end is on its way to us
+            self._channel.send(command)
+
+    def _read_channel(self) -> None:
+        try:
+            alive = self._lines.read()
+        except OSError:
+            alive = False
+        while (line := self._lines.next()) is not None:
+            self._on_line(*line)
+        if not alive and self._channel.fileno() >= 0:
+            self.close()
+
+    def _on_line(self, kind: str, words: str, fds: list[int]) -> None:
+        match kind:
+            case "forked":
+                self.keeper_pid = int(words)
+                if fds:
+                    self._pidfd = fds[0]
+                    self._loop.add(self._pidfd, self._gone)
+            case "kept":
+                self._take(fds)
+            case "ended":
+                self._on_ended(words)
+            case "exceeded":
+                what, peak = words.split()
+                self._peak = max(self._peak, int(peak))
+                if self._listener:
+                    self._listener.on_exceeded(cast(Literal["memory", "pids"], what))
+            case "usage":
+                cpu_s, peak = words.split()
+                self._cpu_s, self._peak = float(cpu_s), max(self._peak, int(peak))
+            case "failed":
+                self._fault = words
+
+    def _take(self, fds: list[int]) -> None:
+        self._scratch, *reads = fds
+        self._pipes = dict(zip(reads, cast(tuple[Stream, ...], PIPES), strict=True))
+        for fd, stream in self._pipes.items():
+            if stream == "trace" and hasattr(fcntl, "F_SETPIPE_SZ"):
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _TRACE_PIPE_BYTES)
+            self._loop.add(fd, lambda fd=fd, stream=stream: self._read_pipe(fd, stream))  # type: ignore[misc]
+        self._sizes = self._pipe_sizes()
+        self.ready = True
+        self._on_ready()
+
+    def _pipe_sizes(self) -> list[int]:
+        if not hasattr(fcntl, "F_GETPIPE_SZ"):
+            return []
+        return [fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) for fd in self._pipes]
+
+    def _read_pipe(self, fd: int, stream: Stream) -> int:
+        try:
+            count = os.readv(fd, [_CHUNK])
+        except BlockingIOError:
+            return 0
+        if count == 0:  # the keeper is gone, and with it the last writer
+            self._loop.remove(fd)
+            os.close(fd)
+            del self._pipes[fd]
+        elif self._listener:
+            self._listener.on_output(stream, memoryview(_CHUNK)[:count])
+        return count
+
+    def _drain(self) -> None:
+        for fd, stream in list(self._pipes.items()):
+            for _ in range(_DRAIN):
+                if not self._read_pipe(fd, stream):
+                    break
+
+    def _read_events(self) -> None:
+        assert self._cgroup is not None
+        what = self._cgroup.exceeded()
+        if what and self._listener:
+            self._listener.on_exceeded(cast(Literal["memory", "pids"], what))
+
+    def _on_ended(self, words: str) -> None:
+        status, left, spent, cpu_s, peak, *rest = words.split(" ", 5)
+        code = None if status == "None" else int(status)
+        self.spent = self.spent or spent == "1" or self._sizes != self._pipe_sizes()
+        cpu, self._cpu_before = float(cpu_s) - self._cpu_before, float(cpu_s)
+        self._peak = max(self._peak, int(peak))
+        self._finish(
+            End(
+                exit_code=code if code is not None and code >= 0 else None,
+                signal=-code if code is not None and code < 0 else None,
+                setup=rest[0] if rest else "",
+                left=int(left),
+                proof=self._proof(int(left)),
+                cpu_s=cpu,
+                peak_memory_bytes=self._peak_memory(),
+                disk_full=self._is_full(),
+            )
+        )
+
+    def _proof(self, left: int) -> str:
+        if left:
+            return f"none: {left} processes could not be killed"
+        match self._containment.rung:
+            case Rung.ROOT_NAMESPACES | Rung.USER_NAMESPACES:
+                return "init of the pid namespace killed all in it and reaped its last child"
+            case Rung.CGROUP:
+                return "the cgroup is empty and the keeper has no child left"
+            case Rung.SUBREAPER:
+                return "the keeper, a subreaper, has no child left"
+        return "the process group is empty; what left it was not seen"
+
+    def _peak_memory(self) -> int | None:
+        peak = self._cgroup.peak_memory_bytes() if self._cgroup else None
+        return peak if peak is not None else self._peak or None
+
+    def _is_full(self) -> bool:
+        if not self._containment.rung.namespaced:
+            return False
+        room = os.fstatvfs(self._scratch)
+        return room.f_bfree == 0 or room.f_ffree == 0
+
+    def _finish(self, end: End) -> None:
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        self._listener = listener
+        if self._cgroup:
+            self._loop.remove(self._events)
+            self._read_events()  # a child killed for its memory, while the agent went on to exit 0
+        self._drain()
+        self._listener = None
+        listener.on_ended(end)
+
+    def _gone(self) -> None:
+        """The keeper has ended: by our word, or by itself, and then so has its trial."""
+        if self._pidfd >= 0:
+            self._loop.remove(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._channel.fileno() >= 0:
+            self._read_channel()  # what it said last
+            if self._channel.fileno() >= 0:
+                self._loop.remove(self._channel.fileno())
+                self._channel.close()
+        self.spent, self.ready = True, False
+        if self._listener:
+            self._finish(self._lost())
+        for fd in list(self._pipes):
+            self._loop.remove(fd)
+            os.close(fd)
+        self._pipes = {}
+        self._lines.close()
+        if self._scratch >= 0:
+            os.close(self._scratch)
+            self._scratch = -1
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._on_gone(self)
+
+    def _lost(self) -> End:
+        fault = self._fault or "the keeper ended before its trial did"
+        if self._containment.rung.namespaced:
+            proof = "init of the pid namespace is gone, and the kernel killed all in it first"
+            return End(fault="" if self._killing else fault, proof=proof, peak_memory_bytes=self._peak_memory())
+        left = self._kill_orphans()
+        return End(fault=fault, left=left, proof="none: the keeper was lost; its orphans were looked for and killed")
+
+    def _kill_orphans(self) -> int:
+        """Of a keeper that an agent killed: its orphans are the zygote's children, or were last seen below it."""
+        if self._cgroup and self._containment.rung is Rung.CGROUP and self._cgroup.freezer:
+            with contextlib.suppress(OSError):
+                (self._cgroup.freezer / "cgroup.kill").write_text("1")
+        with contextlib.suppress(psutil.Error):
+            below = psutil.Process(self.zygote.pid).children(recursive=True)
+            orphans = [process for process in below if process.name() not in ("sx-keeper", "sx-zygote")]
+            for process in orphans:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            return len(psutil.wait_procs(orphans, timeout=1)[1])
+        return 0
+
+    def _stage(self, path: str, data: bytes) -> None:
+        folder, name = path.split("/")
+        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._scratch)
+        try:
+            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=parent)
+            with open(fd, "wb") as file:
+                file.write(data)
+        finally:
+            os.close(parent)
+        self.spent = True
+
+
+def _request_file(launch: Launch, extra: dict[str, str]) -> int:
+    """The request as a file in memory: only the agent's process reads it."""
+    limits = launch.limits
+    deadline = {"SANDBOX_EXEC_DEADLINE_S": f"{limits.timeout_s:g}"} if limits.timeout_s is not None else {}
+    rlimits = [(kind, getattr(limits, name)) for name, kind in _RLIMITS.items() if getattr(limits, name) is not None]
+    request = {
+        "argv": launch.argv,
+        "env": extra | deadline | launch.env,
+        "rlimits": rlimits,
+        "cwd": None,
+        "seed": launch.seed,
+        "deadline_s": limits.timeout_s,
+        "trusted_results": launch.trusted_results,
+    }
+    return wire.dict_file(request, launch.payload)
+
+
+class _Probe:
+    """A listener that only wants to know how it ended."""
+
+    end: End | None = None
+    answer = b""
+
+    def on_output(self, stream: Stream, data: memoryview) -> None:
+        if stream == "result":
+            self.answer += bytes(data)
+
+    def on_exceeded(self, what: Literal["memory", "pids"]) -> None: ...
+
+    def on_ended(self, end: End) -> None:
+        self.end = end
+
+
+def probe(containment: Containment) -> None:
+    """Run one trial in it, for real. Raises SandboxUnavailable with what went wrong."""
+    from sandbox_exec.containment import build_view
+
+    loop, listener = Loop(), _Probe()
+    limits = Limits(timeout_s=_PROBE_S)
+    gone: list[ProcessSandbox] = []
+    view = build_view((), ())
+    with scratch_base(containment) as base:
+        zygote = boot_zygote(containment, view, slots=1, preload=[], cgroups=None, scratch=base)
+        try:
+            shape = Shape.of(limits, Cgroups())
+            sandbox = ProcessSandbox(
+                loop, zygote, containment, shape, slot=0, cgroup=None, scratch=base / "0" if base else None,
+                on_ready=lambda: None, on_gone=gone.append,
+            )  # fmt: skip
+            while not sandbox.ready and not gone:
+                loop.run_once(_PROBE_S)
+            if not gone:
+                launch = Launch(limits, payload=pickle.dumps((len, ("probe",), {})))
+                sandbox.start(launch, listener)
+                while listener.end is None and not gone:
+                    loop.run_once(_PROBE_S)
+                sandbox.close()
+            while not gone:
+                loop.run_once(_PROBE_S)
+            failure = sandbox.failure or (listener.end and (listener.end.setup or listener.end.fault))
+            if failure or listener.answer != b'{"value":5}\n':
+                raise SandboxUnavailable(failure or f"a first trial answered {listener.answer!r}")
+        finally:
+            zygote.close()
+            loop.close()
+
+
+_PROBE_S = 10.0
+
+
+@contextlib.contextmanager
+def scratch_base(containment: Containment) -> Any:
+    """A folder for the scratch folders of the rungs that have no mounts of their own; None on the others."""
+    if containment.rung.namespaced:
+        yield None
+        return
+    import tempfile
+
+    base = Path(tempfile.mkdtemp(prefix="sandbox-exec-"))
+    base.chmod(0o755)
+    try:
+        yield base
+    finally:
+        shutil.rmtree(base, ignore_errors=True)

@@ -1,0 +1,185 @@
+"""Process sandboxes for the slots of a pool: made when wanted, lent again while they are clean, replaced when not.
+
+Owns the zygotes (one for each view), the cgroups of the slots and the scratch folders. A zygote that dies is
+started anew when the next sandbox is wanted; keepers that it had forked live on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from sandbox_exec.containment import Containment, PoolCgroups, SlotCgroup, View, build_view
+from sandbox_exec.contracts import Limits, Rung
+from sandbox_exec.errors import SandboxUnavailable
+from sandbox_exec.sandbox.loop import Loop
+from sandbox_exec.sandbox.process import ProcessSandbox, Shape, boot_zygote, scratch_base
+from sandbox_exec.sandbox.zygote import Zygote
+
+_TRIES = 3  # at a sandbox for one trial, before the machine is to blame
+
+OnReady = Callable[[ProcessSandbox], None]
+OnFailure = Callable[[str], None]
+
+
+class Provider:
+    """All calls come from the thread of the loop."""
+
+    def __init__(self, loop: Loop, containment: Containment, slots: int, preload: list[str]) -> None:
+        self.containment = containment
+        self._loop, self._slots, self._preload = loop, slots, list(preload)
+        self._generation = 0
+        self._stack = contextlib.ExitStack()
+        self._base: Path | None = self._stack.enter_context(scratch_base(containment))
+        self._zygotes: dict[View, tuple[Zygote, int]] = {}
+        self._views: dict[tuple[object, ...], View] = {}
+        self._sandboxes: dict[int, ProcessSandbox] = {}
+        self._made_in: dict[ProcessSandbox, tuple[View, int]] = {}
+        self._leaving: set[ProcessSandbox] = set()
+        self._count = 0
+        self._cgroups: PoolCgroups | None = None
+        self._slot_cgroups: dict[int, SlotCgroup] = {}
+        if containment.cgroups.homes or containment.cgroups.freezer:
+            self._cgroups = PoolCgroups(containment.cgroups)
+            self._stack.callback(self._cgroups.close)
+
+    def acquire(self, slot: int, limits: Limits, on_ready: OnReady, on_failure: OnFailure, tries: int = _TRIES) -> None:
+        """Call back with a sandbox for these limits: at once if the slot's last one will do."""
+        view = self._view(limits)
+        shape = Shape.of(limits, self.containment.cgroups)
+        sandbox = self._sandboxes.get(slot)
+        if sandbox is not None:
+            fits = sandbox.shape == shape and self._made_in[sandbox] == (view, self._generation)
+            if sandbox.ready and not sandbox.spent and fits:
+                on_ready(sandbox)
+                return
+            self._retire(slot)
+
+        def ready() -> None:
+            on_ready(self._sandboxes[slot])
+
+        def gone(sandbox: ProcessSandbox) -> None:
+            was_starting = slot in self._sandboxes and self._sandboxes[slot] is sandbox and not started
+            self._forget(slot, sandbox)
+            if was_starting:
+                self._again(slot, limits, on_ready, on_failure, tries, sandbox.failure or "the zygote ended")
+
+        started: list[bool] = []
+        try:
+            zygote = self._zygote(view)
+            self._count += 1
+            sandbox = ProcessSandbox(
+                self._loop,
+                zygote,
+                self.containment,
+                shape,
+                slot=slot,
+                cgroup=self._cgroup(slot),
+                scratch=self._base / str(self._count) if self._base else None,
+                on_ready=lambda: (started.append(True), ready())[1],
+                on_gone=gone,
+            )
+        except (OSError, SandboxUnavailable) as error:
+            self._drop_zygote(view)
+            self._again(slot, limits, on_ready, on_failure, tries, str(error))
+            return
+        self._sandboxes[slot] = sandbox
+        self._made_in[sandbox] = (view, self._generation)
+
+    def _again(
+        self, slot: int, limits: Limits, on_ready: OnReady, on_failure: OnFailure, tries: int, reason: str
+    ) -> None:
+        if tries <= 1:
+            on_failure(reason)
+        else:
+            self.acquire(slot, limits, on_ready, on_failure, tries - 1)
+
+    def preload(self, module: str) -> None:
+        """Load a module into the zygotes, for all sandboxes from now on."""
+        if module not in self._preload:
+            self._preload.append(module)
+            self._generation += 1
+            for zygote, _ in self._zygotes.values():
+                with contextlib.suppress(OSError):
+                    zygote.preload([module])
+
+    def close(self) -> None:
+        """Kill what runs, wait until all of it is gone, and clear away."""
+        for slot in list(self._sandboxes):
+            self._retire(slot)
+        while self._leaving:
+            self._loop.run_once(None)
+        for cgroup in self._slot_cgroups.values():
+            cgroup.close()
+        for zygote, fd in self._zygotes.values():
+            self._loop.remove(fd)
+            zygote.close()
+        self._zygotes = {}
+        self._stack.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited, and touch nothing that is the parent's."""
+        for sandbox in {*self._sandboxes.values(), *self._leaving}:
+            sandbox.abandon()
+        for zygote, _ in self._zygotes.values():
+            zygote.abandon()
+        self._stack.pop_all()
+
+    def zygote_pids(self) -> list[int]:
+        return [zygote.pid for zygote, _ in self._zygotes.values()]
+
+    # --- parts ---
+
+    def _view(self, limits: Limits) -> View:
+        key = (limits.readable, limits.hidden)
+        if key not in self._views:
+            self._views[key] = build_view(limits.readable, limits.hidden)
+        return self._views[key]
+
+    def _zygote(self, view: View) -> Zygote:
+        if view in self._zygotes:
+            return self._zygotes[view][0]
+        zygote = boot_zygote(
+            self.containment,
+            view,
+            slots=self._slots,
+            preload=self._preload,
+            cgroups=self._cgroups,
+            scratch=self._base,
+        )
+        fd = zygote.control.fileno()
+        self._zygotes[view] = (zygote, fd)
+        self._loop.add(fd, lambda: self._drop_zygote(view))  # it never speaks again but by ending
+        return zygote
+
+    def _drop_zygote(self, view: View) -> None:
+        entry = self._zygotes.pop(view, None)
+        if entry is not None:
+            self._loop.remove(entry[1])
+            entry[0].close()
+
+    def _cgroup(self, slot: int) -> SlotCgroup | None:
+        if self._cgroups is None:
+            return None
+        if self.containment.rung is Rung.CGROUP and slot in self._slot_cgroups:
+            self._slot_cgroups.pop(slot).close()  # a keeper that kills by cgroup must have one of its own
+        if slot not in self._slot_cgroups:
+            self._slot_cgroups[slot] = self._cgroups.slot(slot)
+        return self._slot_cgroups[slot]
+
+    def _retire(self, slot: int) -> None:
+        sandbox = self._sandboxes.pop(slot)
+        self._leaving.add(sandbox)
+        sandbox.close()
+
+    def _forget(self, slot: int, sandbox: ProcessSandbox) -> None:
+        self._leaving.discard(sandbox)
+        self._made_in.pop(sandbox, None)
+        if self._sandboxes.get(slot) is sandbox:
+            del self._sandboxes[slot]
+
+
+def is_process_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")

@@ -1,0 +1,1 @@
+"""One trial: its supervisor, and the reader of what its agent traced."""

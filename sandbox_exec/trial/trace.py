@@ -1,0 +1,125 @@
+"""Reading what an agent wrote. Any bytes give an answer, and none gives an exception."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any, NoReturn
+
+MAX_LINE_BYTES = 1 << 20  # one event; a line without end must not become a buffer without end
+
+
+class TraceReader:
+    """Collects events, one JSON object a line, up to `limit` bytes; counts what it does not keep.
+
+    Lines are kept as they came and parsed at the end: an agent that is killed leaves what it wrote, and a
+    flood costs no more than its bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._room = limit
+        self._lines: list[bytes] = []
+        self._tail = b""
+        self._skipping = False  # inside a line that is too long to keep
+        self.dropped_bytes = 0
+        self.dropped_events = 0
+        self.malformed = 0
+
+    def feed(self, data: bytes | memoryview) -> None:
+        if self._room <= 0 and not self._tail:
+            self._drop(bytes(data))
+            return
+        head, newline, tail = (self._tail + bytes(data)).rpartition(b"\n")
+        if newline:
+            self._take(head.split(b"\n"), len(head) + 1)
+        self._tail = tail
+        if len(tail) > min(MAX_LINE_BYTES, self._room):
+            self.dropped_bytes += len(tail)
+            self._tail = b""
+            self._skipping = True
+
+    def _take(self, lines: list[bytes], size: int) -> None:
+        if self._skipping:
+            self._skipping = False
+            size -= len(lines[0]) + 1
+            self._lose(lines.pop(0))
+        if size <= min(self._room, MAX_LINE_BYTES):  # nearly always: no line of these can be too long
+            self._room -= size
+            self._lines += lines
+            return
+        for line in lines:
+            if len(line) + 1 > self._room:
+                self._room = 0  # what is kept is a beginning, without gaps but for giants
+            if self._room == 0 or len(line) > MAX_LINE_BYTES:
+                self._lose(line)
+            else:
+                self._room -= len(line) + 1
+                self._lines.append(line)
+
+    def _lose(self, line: bytes) -> None:
+        self.dropped_bytes += len(line) + 1
+        self.dropped_events += 1
+
+    def _drop(self, data: bytes) -> None:
+        """Past the limit: only count, and remember whether a line is open."""
+        self.dropped_bytes += len(data)
+        self.dropped_events += data.count(b"\n")
+        self._skipping = not data.endswith(b"\n")
+
+    def finish(self) -> tuple[tuple[dict[str, Any], ...], int]:
+        """The events, and how many torn lines stood at the end (0 or 1)."""
+        torn = int(bool(self._tail) or self._skipping)
+        self.dropped_bytes += len(self._tail)
+        self._tail = b""
+        events = []
+        for line in self._lines:
+            event = parse_object(line)
+            if event is not None:
+                events.append(event)
+            elif line.strip():
+                self.malformed += 1
+        self._lines = []
+        return tuple(events), torn
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """A JSON object in UTF-8 with finite numbers, or None."""
+    try:
+        value = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+class Tail:
+    """The last `limit` bytes of a stream, and how many came before."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._chunks: deque[bytes] = deque()
+        self._held = 0
+        self.total = 0
+
+    def feed(self, data: memoryview) -> None:
+        self.total += len(data)
+        if self._limit == 0:
+            return
+        chunk = bytes(data[-self._limit :])
+        self._chunks.append(chunk)
+        self._held += len(chunk)
+        while self._held - len(self._chunks[0]) >= self._limit:
+            self._held -= len(self._chunks.popleft())
+
+    @property
+    def dropped(self) -> int:
+        return max(0, self.total - self._limit)
+
+    def text(self) -> str:
+        """What a person reads: undecodable bytes are escaped."""
+        if not self._limit:
+            return ""
+        return b"".join(self._chunks)[-self._limit :].decode("utf-8", "backslashreplace")

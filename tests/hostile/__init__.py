@@ -1,0 +1,1 @@
+"""Hostile agents as fixtures: `agents/` holds the attacks, `catalog.py` says what must become of each."""
