@@ -40,6 +40,10 @@ class TrialTimeout(BaseException):
     """
 
 
+_encode = json_encoder(default=repr)
+_LONG_LINES = _thread.allocate_lock()
+
+
 class TrialContext:
     """The trial as its agent sees it. Times are seconds; a trial that is frozen does not age."""
 
@@ -49,8 +53,6 @@ class TrialContext:
         self._started = time.monotonic()
         self._trace_fd = trace_fd
         self._paused_fd = paused_fd
-        self._lock = _thread.allocate_lock()
-        self._encode = json_encoder(default=repr)
 
     @property
     def elapsed(self) -> float:
@@ -77,11 +79,11 @@ class TrialContext:
         Values that JSON lacks are written as their repr. Whole lines are certain up to 4096 bytes; longer
         ones only while no other process of the trial writes at the same moment.
         """
-        line = self._encode({"t": round(time.monotonic() - self._started, 6), "type": type, **data}).encode() + b"\n"
+        line = _encode({"t": round(time.monotonic() - self._started, 6), "type": type, **data}).encode() + b"\n"
         if len(line) <= _PIPE_BUF:
             os.write(self._trace_fd, line)
             return
-        with self._lock:
+        with _LONG_LINES:
             view = memoryview(line)
             while view:
                 view = view[os.write(self._trace_fd, view) :]

@@ -3,7 +3,7 @@
 Who runs, with which rights
   zygote    forks a keeper for each slot of the pool, into namespaces of its own (or plainly, on the rungs
             without them); see `zygote`
-  keeper    forks one agent after the other, reaps what they leave to it, says how each ended, and kills all
+  keeper    forks one agent after the other (the next one's process while it waits), reaps what they leave to it, says how each ended, and kills all
             that is left. It is init of the slot's pid namespace: an agent's signals do nothing to it, every
             orphan becomes its child, and should it die, the kernel kills the whole namespace with it. It is
             no member of the trial's cgroup: it cannot be frozen, and no ceiling of the agent's is its own.
@@ -70,7 +70,7 @@ class _Keeper:
     def __init__(self, boot: dict[str, Any], slot: dict[str, Any], fds: dict[str, int], channel: _socket.socket) -> None:
         self.boot, self.slot, self.fds, self.channel = boot, slot, fds, channel
         self.private = boot["mode"] == "namespaces"
-        self.main = 0
+        self.main = self.spare = 0
         self.exit: int | None = None
         self.looks = self.peak = 0
         os.setsid()  # kill(0) of an agent must not reach what stands above the keeper
@@ -92,6 +92,7 @@ class _Keeper:
             os.chdir(slot["scratch"] + "/workspace")
             if k.SUPPORTED and boot["mode"] != "process-group":
                 k.set_subreaper()
+        os.environ.update(slot["env"])
         self.scratch = _move_up(scratch)
         self._take_pipes()
         self.clean = view.Cleanliness(self.scratch) if self.private else None
@@ -103,6 +104,7 @@ class _Keeper:
         gc.freeze()
         gc.disable()
         self._say_kept()
+        self._fork_spare()
 
     def _take_pipes(self) -> None:
         """Own descriptors go up, so that `agent` finds its numbers free."""
@@ -119,6 +121,9 @@ class _Keeper:
         for fd in (self.failure, self.wake, wake):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        orders, taken = (_move_up(sock.detach()) for sock in _socket_pair())
+        self.orders = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, orders)
+        self.taken = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, taken)
         self.poll = select.poll()
         self.poll.register(self.channel, select.POLLIN)
         self.poll.register(self.wake, select.POLLIN)
@@ -156,12 +161,19 @@ class _Keeper:
             else:
                 self._signal({TERM: signal.SIGTERM, FREEZE: signal.SIGSTOP, THAW: signal.SIGCONT}[command])
 
+    def _fork_spare(self) -> None:
+        """The process of the next agent, forked while nobody waits for it. It has read nothing and has no trial."""
+        self.spare = os.fork()
+        if self.spare == 0:
+            agent.become(self.boot, self.slot, self.scratch, self.taken)
+
     def _start(self, fds: list[int]) -> None:
-        self.main = os.fork()
-        if self.main == 0:
-            agent.become(self.boot, self.slot, self.scratch, fds)
+        if not self.spare:
+            self._fork_spare()
+        wire.send_bytes(self.orders, START, tuple(fds))
         for fd in fds:
             os.close(fd)
+        self.main, self.spare = self.spare, 0
         self.exit = None
         self.looks = self.peak = 0
 
@@ -172,6 +184,8 @@ class _Keeper:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
+                if pid == self.spare:
+                    self.spare = 0
                 if pid == self.main:
                     self.exit = os.waitstatus_to_exitcode(status)
                     self._end()
@@ -195,6 +209,8 @@ class _Keeper:
             self.peak,
             _read_now(self.failure).decode(errors="replace"),
         )
+        if not spent:
+            self._fork_spare()
 
     def _sweep(self) -> int:
         """Kill what is left until nothing is; how many could not be killed.
@@ -203,8 +219,9 @@ class _Keeper:
         is being read. What has left the cgroup, or on the last rung the process group, is not seen here.
         """
         if self.private:
-            _kill(-1, signal.SIGKILL)
-            self._wait_for_all()
+            if not self._no_children():
+                _kill(-1, signal.SIGKILL)
+                self._wait_for_all()
             return 0
         if "kill" in self.fds:
             os.write(self.fds["kill"], b"1")
@@ -218,6 +235,7 @@ class _Keeper:
                     _kill(pid, signum)
             if not members and self._no_children():
                 return 0
+            select.select([], [], [], 0.0005)  # they are dying: let them
         return len(members)
 
     def _wait_for_all(self) -> None:
@@ -236,8 +254,6 @@ class _Keeper:
             return True
         if pid == self.main and self.exit is None:
             self.exit = os.waitstatus_to_exitcode(status)
-        if pid == 0:
-            select.select([], [], [], 0.0005)  # they are dying: let them
         return False
 
     def _signal(self, signum: int) -> None:
@@ -274,6 +290,10 @@ class _Keeper:
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def _socket_pair() -> tuple[_socket.socket, _socket.socket]:
+    return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM, 0)
 
 
 def _move_up(fd: int) -> int:

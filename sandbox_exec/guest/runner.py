@@ -6,10 +6,11 @@ trusts none of it.
 
 from __future__ import annotations
 
+import gc
 import os
-import signal
 import sys
 from _pickle import loads
+from _signal import SIG_DFL, SIG_IGN, SIGPIPE, SIGTERM, SIGXFSZ, signal
 
 from .context import TrialContext, TrialTimeout, json_encoder, raise_timeout, set_context
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def run_command(argv: list[str]) -> NoReturn:
-    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on
-        signal.signal(signum, signal.SIG_DFL)
+    for signum in (SIGPIPE, SIGXFSZ):  # Python ignores them, and exec would pass that on
+        signal(signum, SIG_DFL)
     os.execvp(argv[0], argv)
 
 
@@ -29,7 +30,8 @@ def run_call(request: dict[str, Any], payload: bytes, trace_fd: int, paused_fd: 
     set_context(TrialContext(seed=request["seed"], deadline_s=deadline_s, trace_fd=trace_fd, paused_fd=paused_fd))
     code = 1
     try:
-        signal.signal(signal.SIGTERM, raise_timeout)
+        gc.enable()
+        signal(SIGTERM, raise_timeout)
         function, args, kwargs = loads(payload)
         answer = _encode(function(*args, **kwargs), request["trusted_results"])
         code = 0
@@ -39,7 +41,7 @@ def run_call(request: dict[str, Any], payload: bytes, trace_fd: int, paused_fd: 
     except BaseException as error:
         answer = _error(error)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the answer is on its way: let it out whole
+        signal(SIGTERM, SIG_IGN)  # the answer is on its way: let it out whole
     _flush()
     _write(result_fd, answer + b"\n")
     os._exit(code & 0xFF)

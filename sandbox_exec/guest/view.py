@@ -151,7 +151,7 @@ def fill_scratch(path: str, uid: int, gid: int) -> None:
     for name in PIPES:
         os.mkfifo(f"{path}/{name}", 0o600)
     if uid != os.geteuid():
-        for name in (*WRITABLE.values(), "trace"):
+        for name in (*WRITABLE.values(), "trace", "stdout", "stderr"):  # an agent may open /dev/stdout
             os.chown(f"{path}/{name}", uid, gid)
 
 

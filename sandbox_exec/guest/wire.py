@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct(">I")
 _INT_SIZE = array.array("i").itemsize
 MAX_FDS = 32
+_CHUNK = 1 << 16
 
 
 def send_line(sock: _socket.socket, kind: str, *words: object, fds: tuple[int, ...] = ()) -> None:
@@ -55,10 +56,12 @@ def dict_file(content: dict[str, Any], body: bytes) -> int:
 
 
 def read_dict_file(fd: int) -> tuple[dict[str, Any], bytes]:
-    size = os.fstat(fd).st_size
-    data = os.pread(fd, size, 0)
-    while len(data) < size:
-        data += os.pread(fd, size - len(data), len(data))
+    data = os.pread(fd, _CHUNK, 0)
+    if len(data) == _CHUNK:
+        chunks = [data]
+        while chunks[-1]:
+            chunks.append(os.pread(fd, _CHUNK, sum(map(len, chunks))))
+        data = b"".join(chunks)
     end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
     return marshal.loads(data[_LENGTH.size : end]), data[end:]
 
@@ -106,7 +109,7 @@ class Lines:
 
     def read(self) -> bool:
         """Take in what is there; false when the other side is gone."""
-        data, fds = receive(self._sock, 1 << 16)
+        data, fds = receive(self._sock, _CHUNK)
         self._fds += fds
         self._buffer += data
         return bool(data)

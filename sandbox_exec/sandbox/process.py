@@ -43,6 +43,7 @@ _RLIMITS = {"open_files": resource.RLIMIT_NOFILE, "file_size": resource.RLIMIT_F
 class Shape:
     """What is fixed when a keeper starts; trials of another shape need another keeper."""
 
+    timeout_s: float | None
     disk: int
     files: int
     network: str
@@ -52,6 +53,7 @@ class Shape:
     @classmethod
     def of(cls, limits: Limits, cgroups: Cgroups) -> Shape:
         return cls(
+            timeout_s=limits.timeout_s,
             disk=limits.disk,
             files=limits.files,
             network=limits.network,
@@ -151,6 +153,7 @@ class ProcessSandbox:
             "files": shape.files,
             "watched": watched if any(value is not None for value in watched.values()) else None,
             "scratch": str(scratch) if scratch else None,
+            "env": _places_and_deadline(scratch, shape.timeout_s),
         }
         try:
             self._channel = zygote.fork_keeper(request, fds)
@@ -184,7 +187,7 @@ class ProcessSandbox:
         if self._cgroup:
             self._loop.add(self._cgroup.events.fileno(), self._read_events)
             self._events = self._cgroup.events.fileno()
-        request = _request_file(launch, places(str(self._folder)) if self._folder else {})
+        request = _request_file(launch)
         try:
             wire.send_bytes(self._channel, keeper.START, (request, *joins))
         except OSError as error:  # the keeper is dying: its end is on its way to us
@@ -454,16 +457,20 @@ class ProcessSandbox:
         self.spent = True
 
 
-def _request_file(launch: Launch, extra: dict[str, str]) -> int:
+def _places_and_deadline(scratch: Path | None, timeout_s: float | None) -> dict[str, str]:
+    """What of the environment is the same for all trials of a slot. Nothing of one trial's own is in it."""
+    env = places(str(scratch)) if scratch else {}
+    return env | {"SANDBOX_EXEC_DEADLINE_S": f"{timeout_s:g}"} if timeout_s is not None else env
+
+
+def _request_file(launch: Launch) -> int:
     """The request as a file in memory: only the agent's process reads it."""
     limits = launch.limits
-    deadline = {"SANDBOX_EXEC_DEADLINE_S": f"{limits.timeout_s:g}"} if limits.timeout_s is not None else {}
     rlimits = [(kind, getattr(limits, name)) for name, kind in _RLIMITS.items() if getattr(limits, name) is not None]
     request = {
         "argv": launch.argv,
-        "env": extra | deadline | launch.env,
+        "env": launch.env,
         "rlimits": rlimits,
-        "cwd": None,
         "seed": launch.seed,
         "deadline_s": limits.timeout_s,
         "trusted_results": launch.trusted_results,

@@ -20,7 +20,7 @@ class TraceReader:
         self._room = limit
         self._lines: list[bytes] = []
         self._tail = b""
-        self._skipping = False  # inside a line that is too long to keep
+        self._lost = 0  # bytes so far of a line that is too long to keep; 0 outside of one
         self.dropped_bytes = 0
         self.dropped_events = 0
         self.malformed = 0
@@ -35,13 +35,15 @@ class TraceReader:
         self._tail = tail
         if len(tail) > min(MAX_LINE_BYTES, self._room):
             self.dropped_bytes += len(tail)
+            self._lost += len(tail)
             self._tail = b""
-            self._skipping = True
 
     def _take(self, lines: list[bytes], size: int) -> None:
-        if self._skipping:
-            self._skipping = False
+        if self._lost:
             size -= len(lines[0]) + 1
+            if self._lost + len(lines[0]) + 1 > self._room:
+                self._room = 0  # as below: how the bytes came in must not decide what is kept
+            self._lost = 0
             self._lose(lines.pop(0))
         if size <= min(self._room, MAX_LINE_BYTES):  # nearly always: no line of these can be too long
             self._room -= size
@@ -64,11 +66,11 @@ class TraceReader:
         """Past the limit: only count, and remember whether a line is open."""
         self.dropped_bytes += len(data)
         self.dropped_events += data.count(b"\n")
-        self._skipping = not data.endswith(b"\n")
+        self._lost = 0 if data.endswith(b"\n") else 1
 
     def finish(self) -> tuple[tuple[dict[str, Any], ...], int]:
         """The events, and how many torn lines stood at the end (0 or 1)."""
-        torn = int(bool(self._tail) or self._skipping)
+        torn = int(bool(self._tail) or self._lost > 0)
         self.dropped_bytes += len(self._tail)
         self._tail = b""
         events = []

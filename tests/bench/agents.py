@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any, NoReturn, TypeAlias
+
+TYPE_CHECKING = False  # what is loaded here is in every fork of every side
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from typing import Any, NoReturn, TypeAlias
+
+    Stubborn: TypeAlias = Callable[[], Any]
 
 TEXT = "x" * 162  # with the rest of the event a line of about 214 bytes
 
@@ -49,7 +54,6 @@ def daemonize() -> NoReturn:
     _sleep_for_ever()
 
 
-Stubborn: TypeAlias = Callable[[], Any]
 STUBBORN: tuple[Stubborn, ...] = (spin, sleep_with_children, daemonize)
 
 
