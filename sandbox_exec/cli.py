@@ -6,11 +6,13 @@ Exit codes: 0 done, 2 bad usage, 3 this machine cannot do what was asked, 5 it f
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Final, get_args
 
 import typer
 
 from sandbox_exec import __version__
+from sandbox_exec.contracts import Limits, Require
 from sandbox_exec.errors import (
     InvalidExperiment,
     InvalidValue,
@@ -18,10 +20,12 @@ from sandbox_exec.errors import (
     SandboxExecError,
     SandboxUnavailable,
 )
+from sandbox_exec.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from sandbox_exec.doctor import Diagnosis
 
@@ -62,31 +66,157 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _one_of(allowed: tuple[str, ...]) -> Callable[[str | None], str | None]:
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in allowed:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(allowed)}")
+        return value
+
+    return check
+
+
 @app.callback(
-    epilog="Examples:  sandbox-exec doctor  |  sandbox-exec doctor --json  |  sandbox-exec doctor --require namespaces"
+    epilog="""Examples:
+
+\b
+  sandbox-exec doctor                        what this machine gives, for people
+  sandbox-exec doctor --json                 the same, for programs
+  sandbox-exec doctor --require namespaces   and exit code 3 if it gives less
+"""
 )
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Run untrusted agents in sandboxes that can truly be killed."""
 
 
-@app.command(epilog="Exit codes: 0 done, 2 bad usage, 3 no sandbox can be had, or none as strong as --require.")
+@app.command(
+    epilog="Exit codes: 0 done; 2 bad usage; 3 no sandbox can be had here, or none as strong as --require asks."
+)
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
     require: Annotated[
-        Literal["namespaces+cgroup", "namespaces", "cgroup", "subreaper", "process-group"] | None,
-        typer.Option(help="Fail with exit code 3 on a machine that gives less, as Limits(require=...) does."),
+        str | None,
+        typer.Option(
+            callback=_one_of(get_args(Require)),
+            metavar="WHAT",
+            help=f"Fail on a machine that gives less, as Limits(require=WHAT) does: {', '.join(get_args(Require))}.",
+        ),
     ] = None,
 ) -> None:
-    """Show what this machine gives: each rung, each limit, Docker; how it was found out, and how to get more."""
+    """Show what this machine gives: each rung, each limit, cgroups, Docker; how it is known; how to get more."""
+    from sandbox_exec.containment import require as hold_to
     from sandbox_exec.doctor import diagnose
+    from sandbox_exec.pool import chosen
 
     diagnosis = diagnose()
     if json:
         print(diagnosis.model_dump_json(indent=2))
     else:
-        show(diagnosis, console())
-    diagnosis.check(require)
+        show(diagnosis)
+    if diagnosis.chosen is None:
+        raise SandboxUnavailable("no sandbox can be had here: `rungs` says why, for each")
+    if require is not None:
+        hold_to(chosen(), Limits.model_validate({"require": require}))  # as a Pool does it
+
+
+# --- for people ------------------------------------------------------------------------------------
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """Print it as tables of at most 100 columns; without lines and colours where there is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        console.width = min(console.width, WIDTH)
+        _show(diagnosis, console)
+        return
+    console.width = WIDTH
+    with console.capture() as capture:
+        _show(diagnosis, console)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _show(diagnosis: Diagnosis, console: Console) -> None:
+    machine = diagnosis.machine
+    console.print(
+        f"sandbox-exec {machine.sandbox_exec} on {machine.system} {machine.kernel} ({machine.architecture}), "
+        f"Python {machine.python}, {machine.cores} cores, {format_bytes(machine.memory_bytes)}, uid {machine.uid}"
+    )
+    console.print(f"A Pool takes here: {diagnosis.chosen or 'nothing, it refuses to start'}", style="bold")
+    for table in (_rung_table, _limit_table, _more_table, _advice_table):
+        if (filled := table(diagnosis, console.is_terminal)).row_count:
+            console.print()
+            console.print(filled)
+    for note in diagnosis.notes:
+        console.print(f"\nNote: {note}")
+
+
+def _rung_table(diagnosis: Diagnosis, lines: bool) -> Table:
+    table = _table(lines, "rung", "here", "how it is known")
+    for rung in diagnosis.rungs:
+        mark = "used" if rung.chosen else "yes" if rung.available else "no"
+        table.add_row(rung.rung, _mark(mark, not rung.available), _said(rung.how_found, rung.why_not))
+    return table
+
+
+def _limit_table(diagnosis: Diagnosis, lines: bool) -> Table:
+    table = _table(lines, "limit", "held by", f"what that means, on {diagnosis.chosen}")
+    for limit in diagnosis.limits:
+        table.add_row(limit.name, _mark(limit.held_by, bool(limit.to_get)), limit.meaning)
+    return table
+
+
+def _more_table(diagnosis: Diagnosis, lines: bool) -> Table:
+    table = _table(lines, "beside", "here", "how it is known")
+    cgroups, docker = diagnosis.cgroups, diagnosis.docker
+    versions = " ".join(sorted({f"v{hierarchy.version}" for hierarchy in cgroups.hierarchies})) or "none"
+    table.add_row("cgroups", versions, _said("the trees that are mounted", cgroups.failure))
+    for controller in cgroups.controllers:
+        mark = _mark(controller.held_by, bool(controller.to_get))
+        found = f"{controller.how_found}, in {controller.folder}" if controller.folder else controller.how_found
+        table.add_row(f"  {controller.name}", mark, _said(found, controller.why_not))
+    mark = _mark(docker.state, bool(docker.to_get))
+    version = f" is version {docker.version}, API {docker.api_version}" if docker.state == "answers" else ""
+    table.add_row("docker", mark, _said(f"{docker.address}{version}", docker.why_not))
+    return table
+
+
+def _advice_table(diagnosis: Diagnosis, lines: bool) -> Table:
+    """What to do, each once, with all that it is good for."""
+    good_for: dict[str, list[str]] = {}
+    for name, advice in (
+        *((str(rung.rung), rung.to_get) for rung in diagnosis.rungs),
+        *((limit.name, limit.to_get) for limit in diagnosis.limits),
+        *((controller.name, controller.to_get) for controller in diagnosis.cgroups.controllers),
+        ("docker (which no sandbox of this version uses)", diagnosis.docker.to_get),
+    ):
+        if advice and name not in good_for.setdefault(advice, []):
+            good_for[advice].append(name)
+    table = _table(lines, "to get", "do this", wrap_from=0)
+    for advice, names in good_for.items():
+        table.add_row(", ".join(names), advice)
+    return table
+
+
+def _table(lines: bool, *columns: str, wrap_from: int = 2) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD if lines else None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index < wrap_from, overflow="fold")
+    return table
+
+
+def _mark(word: str, is_lacking: bool) -> Text:
+    from rich.text import Text
+
+    return Text(word, style="yellow" if is_lacking else "green")
+
+
+def _said(found: str, why_not: str) -> str:
+    return f"{found}: {why_not}" if why_not else found

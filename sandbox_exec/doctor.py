@@ -136,14 +136,15 @@ def diagnose(
     cgroups = found[0][0].cgroups
     failure = _set_ceilings(cgroups)
     chosen = next((containment for containment, reason in found if not reason), None)
+    everywhere = found[-1][1]  # why not even the weakest can be had: no stronger one is to blame for that
     return Diagnosis(
         machine=_machine(),
         chosen=chosen.rung if chosen else None,
-        rungs=tuple(_rung(containment, reason, chosen, proc) for containment, reason in found),
+        rungs=tuple(_rung(containment, reason, chosen, everywhere, proc) for containment, reason in found),
         limits=tuple(_limits(chosen)) if chosen else (),
         cgroups=_cgroups(cgroups, failure, proc),
         docker=ask_engine(docker_host, engine_timeout_s),
-        notes=tuple(dict.fromkeys(_shortened(str(warning.message)) for warning in caught)),
+        notes=tuple(dict.fromkeys(_shortened(str(each.message)) for each in caught if each.category is UserWarning)),
     )
 
 
@@ -174,20 +175,20 @@ def _machine() -> MachineReport:
 # --- rungs -----------------------------------------------------------------------------------------
 
 
-def _rung(containment: Containment, reason: str, chosen: Containment | None, proc: Path) -> RungReport:
+def _rung(
+    containment: Containment, reason: str, chosen: Containment | None, everywhere: str, proc: Path
+) -> RungReport:
     rung = containment.rung
     known = dict(candidates(containment.cgroups))[rung]
-    if not reason:
-        how = "a trial ran in it"
-    else:
-        how = "known without a try" if known else "a trial was tried in it"
+    how = "known without a try" if known else "a trial was tried in it" if reason else "a trial ran in it"
+    mendable = reason and reason != everywhere
     return RungReport(
         rung=rung,
         available=not reason,
         chosen=chosen is not None and rung is chosen.rung,
         why_not=_shortened(reason),
         how_found=how,
-        to_get=_how_to_get(rung, bool(known), containment.cgroups, proc) if reason else "",
+        to_get=_how_to_get(rung, bool(known), containment.cgroups, proc) if mendable else "",
     )
 
 
@@ -240,7 +241,10 @@ def _read(path: Path) -> str:
 # --- limits ----------------------------------------------------------------------------------------
 
 _COUNTED: Final = "the kernel holds it, whatever the agent forks"
-_WATCHED: Final = "the keeper looks every 20 ms: a short excess, and memory that no process maps, are not seen"
+_WATCHED: Final = {
+    "memory": "the keeper looks every 20 ms: not at a short excess, nor at memory that no process maps",
+    "pids": "the keeper looks every 20 ms: a short excess is not seen",
+}
 _UNHELD: Final = "nothing holds it"
 _BY_CGROUP: Final = "a cgroup was made and the ceiling set on it"
 _BY_RUNG: Final = "follows from the rung, in which a trial ran"
@@ -268,7 +272,7 @@ def _limits(chosen: Containment) -> Iterator[LimitReport]:
 
 def _ceiling(name: str, held_by: str, cgroups: Cgroups) -> LimitReport:
     by_cgroup = held_by.startswith("cgroup")
-    meanings = {"watched": _WATCHED, "none": _UNHELD}
+    meanings = {"watched": _WATCHED.get(name, ""), "none": _UNHELD}
     return LimitReport(
         name=name,
         held_by=held_by,
@@ -308,23 +312,24 @@ def _places(isolation: Isolation, uid: int) -> Iterator[LimitReport]:
     dropped = uid != (os.geteuid() if hasattr(os, "geteuid") else uid)
     yield LimitReport(
         name="uid",
-        held_by=str(uid),
-        meaning="one of its own" if dropped else "the caller's, without capabilities",
+        held_by="own" if dropped else "caller's",
+        meaning=f"such as {uid}, which nobody else has" if dropped else f"{uid}, without any capability",
         how_found=_BY_RUNG,
         to_get="" if own or dropped else how_to_get(Rung.ROOT_NAMESPACES),
     )
 
 
 def _landlock(rung: Rung, abi: int, in_force: int) -> LimitReport:
+    has = f"ABI {abi} is here" if abi else "not here"
     if in_force:
-        meaning = "signals and abstract sockets of agents stay among themselves"
+        meaning = f"ABI {in_force}: signals and abstract sockets of agents stay among themselves"
     elif rung.namespaced:
-        meaning = "not needed: namespaces hold more than it would"
+        meaning = f"{has}, and not needed: namespaces hold more"
     else:
-        meaning = f"{_UNHELD}: an agent with the caller's uid can signal the caller's processes"
+        meaning = f"{has}: an agent with the caller's uid can signal the caller's processes"
     return LimitReport(
         name="landlock",
-        held_by=f"ABI {in_force}" if in_force else "none",
+        held_by="scopes" if in_force else "none",
         meaning=meaning,
         how_found=f"the kernel says ABI {abi}" if abi else "the kernel does not have it",
         to_get="" if in_force or rung.namespaced else f"Linux 6.12 or later, with Landlock (ABI {kernel.SCOPING_ABI})",
@@ -352,7 +357,7 @@ def _controller(name: str, cgroups: Cgroups) -> ControllerReport:
         name=name,
         held_by="none",
         why_not=why,
-        how_found="a cgroup was tried to be made" if "cannot" in why else "read from the tree",
+        how_found="it was tried" if "cannot" in why else "read from the tree",
         to_get=_how_to_get_cgroups(why),
     )
 

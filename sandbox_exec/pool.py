@@ -162,7 +162,12 @@ class Pool:
                 future.cancel()
 
     def run_all(
-        self, calls: Mapping[str, Callable[..., Any] | Command], /, *args: Any, limits: Limits | None = None, **kwargs: Any
+        self,
+        calls: Mapping[str, Callable[..., Any] | Command],
+        /,
+        *args: Any,
+        limits: Limits | None = None,
+        **kwargs: Any,
     ) -> dict[str, Outcome]:
         """Run each with the same arguments, beside each other, and wait for all."""
         futures = {}
@@ -195,7 +200,11 @@ class Pool:
     # --- parts ---
 
     def _launch(
-        self, call: Callable[..., Any] | Command, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Limits
+        self,
+        call: Callable[..., Any] | Command,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        limits: Limits,
     ) -> Launch:
         number = next(self._numbers)
         seed = derive_seed(self._seed, f"call-{number}")

@@ -24,10 +24,10 @@ from functools import cached_property
 from pathlib import Path
 
 from sandbox_exec.containment.cgroups import Cgroups, find
+from sandbox_exec.containment.view import can_reach, python_paths
 from sandbox_exec.contracts import Isolation, Limits, Rung
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import kernel
-from sandbox_exec.containment.view import can_reach, python_paths
 
 _UID_BASE = 1_880_000_000  # in a range that no distribution gives to anybody
 _UIDS_PER_PROCESS = 64
@@ -174,8 +174,12 @@ def require(containment: Containment, limits: Limits) -> None:
         lacking = [name for name in ("memory", "pids") if name not in containment.cgroups.homes]
         why = [containment.cgroups.why.get(name, "not found") for name in lacking]
         if lacking:
-            missing.append(f"no cgroup for {' and '.join(lacking)} ({'; '.join(why)}); to get them: {_HOW_TO[Rung.CGROUP]}")
+            missing.append(
+                f"no cgroup for {' and '.join(lacking)} ({'; '.join(why)}); to get them: {_HOW_TO[Rung.CGROUP]}"
+            )
     if wanted == "subreaper" and not containment.rung.at_least(Rung.SUBREAPER):
         missing.append(f"this machine gives {containment.rung}; to get better: {_HOW_TO[Rung.SUBREAPER]}")
     if missing:
-        raise SandboxUnavailable(f"require={wanted!r} cannot be met: " + "; and ".join(missing) + ". See `sandbox-exec doctor`.")
+        raise SandboxUnavailable(
+            f"require={wanted!r} cannot be met: " + "; and ".join(missing) + ". See `sandbox-exec doctor`."
+        )

@@ -44,14 +44,14 @@ def build_view(readable: Iterable[Path], hidden: Iterable[Path]) -> View:
     binds: dict[str, str] = {}
     links: dict[str, str] = {}
     for path in sorted(dict.fromkeys(wanted), key=lambda path: path.count("/")):
-        if not os.path.exists(path) or _is_covered(path, binds):
+        if not os.path.exists(path) or _is_below(path, binds):
             continue
         real = os.path.realpath(path)
         if path in SYSTEM and real != path:
             links[path] = os.readlink(path)  # /bin -> usr/bin
             continue
         binds[path] = real
-        if real != path and not _is_covered(real, binds):
+        if real != path and not _is_below(real, binds):
             binds[real] = real
     return View(
         binds=tuple((source, target) for target, source in binds.items()),
@@ -94,10 +94,6 @@ def _is_too_broad(path: str) -> bool:
     if path in ("/", "/tmp", "/var", "/var/tmp", "/home", "/run", "/dev", "/proc", "/sys"):
         return True
     return any(home == path or home.startswith(path.rstrip("/") + "/") for home in homes)
-
-
-def _is_covered(path: str, binds: Iterable[str]) -> bool:
-    return _is_below(path, binds)
 
 
 def _is_below(path: str, roots: Iterable[str]) -> bool:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
+import _json
 import _thread
 import os
 import time
-
-try:
-    from _json import encode_basestring_ascii, make_encoder
-except ImportError:  # another Python: the same in a larger module
-    from json import JSONEncoder
-
-    make_encoder = None
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,9 +17,8 @@ _PIPE_BUF = 4096  # a write of up to this many bytes to a pipe is never mixed wi
 
 def json_encoder(default: Callable[[Any], Any] | None = None) -> Callable[[Any], str]:
     """json.dumps without its module, which would make every fork of the zygote a third dearer."""
-    if make_encoder is None:
-        return JSONEncoder(separators=(",", ":"), default=default).encode
-    encode = make_encoder({}, default or _refuse, encode_basestring_ascii, None, ":", ",", False, False, True)
+    escape = _json.encode_basestring_ascii
+    encode = _json.make_encoder({}, default or _refuse, escape, None, ":", ",", False, False, True)
     return lambda value: "".join(encode(value, 0))
 
 

@@ -3,8 +3,9 @@
 Who runs, with which rights
   zygote    forks a keeper for each slot of the pool, into namespaces of its own (or plainly, on the rungs
             without them); see `zygote`
-  keeper    forks one agent after the other (the next one's process while it waits), reaps what they leave to it, says how each ended, and kills all
-            that is left. It is init of the slot's pid namespace: an agent's signals do nothing to it, every
+  keeper    forks one agent after the other (the next one's process while it waits), reaps what they leave to
+            it, says how each ended, and kills all that is left. It is init of the slot's pid namespace: an
+            agent's signals do nothing to it, every
             orphan becomes its child, and should it die, the kernel kills the whole namespace with it. It is
             no member of the trial's cgroup: it cannot be frozen, and no ceiling of the agent's is its own.
   agent     has another uid, or (user namespaces) meets a keeper that is not dumpable: it can neither trace it
@@ -67,7 +68,9 @@ def keep(boot: dict[str, Any], slot: dict[str, Any], fds: list[int]) -> NoReturn
 
 
 class _Keeper:
-    def __init__(self, boot: dict[str, Any], slot: dict[str, Any], fds: dict[str, int], channel: _socket.socket) -> None:
+    def __init__(
+        self, boot: dict[str, Any], slot: dict[str, Any], fds: dict[str, int], channel: _socket.socket
+    ) -> None:
         self.boot, self.slot, self.fds, self.channel = boot, slot, fds, channel
         self.private = boot["mode"] == "namespaces"
         self.main = self.spare = 0
@@ -210,7 +213,17 @@ class _Keeper:
             _read_now(self.failure).decode(errors="replace"),
         )
         if not spent:
+            self._take_back_order()
             self._fork_spare()
+
+    def _take_back_order(self) -> None:
+        """What an agent was killed before it could read must not become the order of the next."""
+        try:
+            _, fds = wire.receive(self.taken, 1, _socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        for fd in fds:
+            os.close(fd)
 
     def _sweep(self) -> int:
         """Kill what is left until nothing is; how many could not be killed.

@@ -45,7 +45,8 @@ _NR: dict[str, tuple[int | None, int | None]] = {
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
     # refused to agents, by what they would be used for: the file system seen,
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "mount_setattr": (442, 442), "open_tree": (428, 428), "move_mount": (429, 429),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "mount_setattr": (442, 442),
+    "open_tree": (428, 428), "move_mount": (429, 429),
     "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
     "open_tree_attr": (467, 467), "chroot": (161, 51), "swapon": (167, 224), "swapoff": (168, 225),
     "quotactl": (179, 60), "quotactl_fd": (443, 443), "name_to_handle_at": (303, 264),
@@ -216,7 +217,12 @@ def set_loopback_up() -> None:
 _LD_ABS, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _REFUSED_IOCTLS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into a terminal that was inherited
-_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: a net namespace does not hold vsock, nor others yet to come
+_FAMILIES = (
+    1,
+    2,
+    10,
+    16,
+)  # unix, inet, inet6, netlink: a net namespace does not hold vsock, nor others yet to come
 
 _Step = tuple[int, str, str, int]  # operation, where to go if it holds, where if not, operand
 
@@ -254,7 +260,11 @@ def seccomp_program() -> bytes:
     for label, steps in on_arguments.items():
         labels[label] = len(code)
         code += steps
-    for label, verdict in (("allow", _ALLOW), ("eperm", _ERRNO | errno.EPERM), ("enosys", _ERRNO | errno.ENOSYS)):
+    for label, verdict in (
+        ("allow", _ALLOW),
+        ("eperm", _ERRNO | errno.EPERM),
+        ("enosys", _ERRNO | errno.ENOSYS),
+    ):
         labels[label] = len(code)
         code.append((_RET, "", "", verdict))
 
@@ -298,7 +308,8 @@ def landlock_scope() -> None:
     attr = struct.pack("QQQ", 0, 0, _SCOPE_ABSTRACT_UNIX_SOCKET | _SCOPE_SIGNAL)
     number = ctypes.c_long(_nr("landlock_create_ruleset"))
     ruleset = _check(
-        _syscall(number, ctypes.c_char_p(attr), ctypes.c_long(len(attr)), ctypes.c_long(0)), "landlock_create_ruleset"
+        _syscall(number, ctypes.c_char_p(attr), ctypes.c_long(len(attr)), ctypes.c_long(0)),
+        "landlock_create_ruleset",
     )
     try:
         _raw("landlock_restrict_self", ruleset, 0)

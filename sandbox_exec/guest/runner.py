@@ -88,7 +88,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:  # noqa: S110 - the agent closed or replaced it: nothing to save
+        except Exception:
             pass
 
 

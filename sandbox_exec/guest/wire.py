@@ -82,8 +82,8 @@ def receive_dict(sock: _socket.socket) -> tuple[dict[str, Any], list[int]] | Non
     return content, fds
 
 
-def receive(sock: _socket.socket, size: int) -> tuple[bytes, list[int]]:
-    data, ancillary, _flags, _address = sock.recvmsg(size, _socket.CMSG_SPACE(MAX_FDS * _INT_SIZE))
+def receive(sock: _socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
+    data, ancillary, _flags, _address = sock.recvmsg(size, _socket.CMSG_SPACE(MAX_FDS * _INT_SIZE), flags)
     fds = array.array("i")
     for level, kind, content in ancillary:
         if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:

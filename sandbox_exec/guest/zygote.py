@@ -75,8 +75,8 @@ def _prepare_python(boot: dict[str, Any]) -> None:
     os.environ.update(boot["env"])
     sys.argv = ["agent"]
     site.setquit()  # -S leaves out exit() and quit(), which agents use
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # a kill loses no finished line
+    for stream in (sys.stdout, sys.stderr):  # a kill loses no finished line
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     _preload(boot["preload"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 from collections.abc import Callable
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 
 
 class Loop:

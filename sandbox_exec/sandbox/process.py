@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import pickle
 import resource
@@ -36,7 +37,11 @@ from sandbox_exec.sandbox.zygote import Zygote
 _CHUNK = bytearray(1 << 18)  # shared: every read is consumed before the next
 _DRAIN = 64  # reads of a pipe after the end; more than it holds, unless a survivor still writes
 _TRACE_PIPE_BYTES = 1 << 20  # fewer turns between guest and supervisor; refused to users with many pipes
-_RLIMITS = {"open_files": resource.RLIMIT_NOFILE, "file_size": resource.RLIMIT_FSIZE, "address_space": resource.RLIMIT_AS}
+_RLIMITS = {
+    "open_files": resource.RLIMIT_NOFILE,
+    "file_size": resource.RLIMIT_FSIZE,
+    "address_space": resource.RLIMIT_AS,
+}
 
 
 @dataclass(frozen=True)
@@ -121,13 +126,13 @@ class ProcessSandbox:
         slot: int,
         cgroup: SlotCgroup | None,
         scratch: Path | None,
-        on_ready: Callable[[], None],
+        on_ready: Callable[[ProcessSandbox], None],
         on_gone: Callable[[ProcessSandbox], None],
     ) -> None:
         self.shape = shape
         self.zygote = zygote
         self.spent = False
-        self.ready = False
+        self.ready = self.was_ready = False
         self.keeper_pid = 0
         self._loop, self._containment, self._cgroup = loop, containment, cgroup
         self._on_ready, self._on_gone = on_ready, on_gone
@@ -309,10 +314,10 @@ class ProcessSandbox:
             if stream == "trace" and hasattr(fcntl, "F_SETPIPE_SZ"):
                 with contextlib.suppress(OSError):
                     fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _TRACE_PIPE_BYTES)
-            self._loop.add(fd, lambda fd=fd, stream=stream: self._read_pipe(fd, stream))  # type: ignore[misc]
+            self._loop.add(fd, functools.partial(self._read_pipe, fd, stream))
         self._sizes = self._pipe_sizes()
-        self.ready = True
-        self._on_ready()
+        self.ready = self.was_ready = True
+        self._on_ready(self)
 
     def _pipe_sizes(self) -> list[int]:
         if not hasattr(fcntl, "F_GETPIPE_SZ"):
@@ -508,7 +513,7 @@ def probe(containment: Containment) -> None:
             shape = Shape.of(limits, Cgroups())
             sandbox = ProcessSandbox(
                 loop, zygote, containment, shape, slot=0, cgroup=None, scratch=base / "0" if base else None,
-                on_ready=lambda: None, on_gone=gone.append,
+                on_ready=lambda _: None, on_gone=gone.append,
             )  # fmt: skip
             while not sandbox.ready and not gone:
                 loop.run_once(_PROBE_S)

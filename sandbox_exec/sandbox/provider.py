@@ -7,7 +7,6 @@ started anew when the next sandbox is wanted; keepers that it had forked live on
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,16 +56,12 @@ class Provider:
                 return
             self._retire(slot)
 
-        def ready() -> None:
-            on_ready(self._sandboxes[slot])
-
         def gone(sandbox: ProcessSandbox) -> None:
-            was_starting = slot in self._sandboxes and self._sandboxes[slot] is sandbox and not started
+            never_ready = self._sandboxes.get(slot) is sandbox and not sandbox.was_ready
             self._forget(slot, sandbox)
-            if was_starting:
+            if never_ready:
                 self._again(slot, limits, on_ready, on_failure, tries, sandbox.failure or "the zygote ended")
 
-        started: list[bool] = []
         try:
             zygote = self._zygote(view)
             self._count += 1
@@ -78,7 +73,7 @@ class Provider:
                 slot=slot,
                 cgroup=self._cgroup(slot),
                 scratch=self._base / str(self._count) if self._base else None,
-                on_ready=lambda: (started.append(True), ready())[1],
+                on_ready=on_ready,
                 on_gone=gone,
             )
         except (OSError, SandboxUnavailable) as error:
@@ -179,7 +174,3 @@ class Provider:
         self._made_in.pop(sandbox, None)
         if self._sandboxes.get(slot) is sandbox:
             del self._sandboxes[slot]
-
-
-def is_process_alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")

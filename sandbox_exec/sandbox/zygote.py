@@ -27,14 +27,18 @@ class Zygote:
         self.control = ours
         with theirs:
             code = _BOOT.format(root=_ROOT, fd=theirs.fileno())
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-E", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the caller
-                env={},
-                close_fds=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-E", "-c", code],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the caller
+                    env={},
+                    close_fds=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise SandboxUnavailable(f"the interpreter cannot be started: {error}") from error
         try:
             self._boot(boot, handles)
         except BaseException:
@@ -74,9 +78,7 @@ class Zygote:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                wire.send_dict(
-                    self.control, {**slot, "fds": ["channel", *fds]}, (theirs.fileno(), *fds.values())
-                )
+                wire.send_dict(self.control, {**slot, "fds": ["channel", *fds]}, (theirs.fileno(), *fds.values()))
             except OSError:
                 ours.close()
                 raise

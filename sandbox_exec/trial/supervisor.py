@@ -17,14 +17,13 @@ Nothing here waits for the end of a pipe: a daemon may hold one open for ever.
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable
 from typing import Any, Literal
 
 from sandbox_exec.clock import Clock
 from sandbox_exec.contracts import AgentError, Dropped, KillReason, KillReport, Outcome, Status, Usage
 from sandbox_exec.sandbox.base import End, Launch, Sandbox, Stream
-from sandbox_exec.trial.trace import Tail, TraceReader, parse_object
+from sandbox_exec.trial.trace import Tail, TraceReader, parse_json, parse_object
 
 KILL_PATIENCE_S = 2.0  # a keeper answers in milliseconds; under a fork bomb, in some tens of them
 _SIGXFSZ = 25
@@ -139,6 +138,8 @@ class Supervisor:
     def on_ended(self, end: End) -> None:
         now_s = self._clock.now_s()
         was_killed = self._state == "killing"
+        if self._frozen_at_s is not None:  # ended without having been thawed
+            self._paused_s += (self._killed_at_s if was_killed else now_s) - self._frozen_at_s
         self._state, self.due_s = "ended", None
         value, error, answered = self._answer(end)
         status, error = self._judge(end, answered, error)
@@ -147,7 +148,10 @@ class Supervisor:
         if was_killed or self._cause is not None:
             latency_s = now_s - self._killed_at_s if was_killed else 0.0
             kill = KillReport(
-                reason=self._cause or "fault", latency_s=latency_s, proof=end.proof, grace_used=self._grace_used
+                reason=self._cause or "fault",
+                latency_s=latency_s,
+                proof=end.proof,
+                grace_used=self._grace_used,
             )
         self._on_outcome(
             Outcome(
@@ -202,7 +206,7 @@ class Supervisor:
         if not newline:
             return None, None, False
         try:
-            frame = json.loads(line)
+            frame = parse_json(line)
             if "value" in frame:
                 return frame["value"], None, True
             if "pickle" in frame and self._unpickle is not None:
@@ -211,7 +215,11 @@ class Supervisor:
             texts = {name: str(said[name]) for name in ("type", "message", "traceback")}
             return None, AgentError(**texts), True
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-            return None, AgentError(type="MalformedResult", message="what came back is not one of our frames"), True
+            return (
+                None,
+                AgentError(type="MalformedResult", message="what came back is not one of our frames"),
+                True,
+            )
 
     def _trust(self, text: str) -> tuple[Any, AgentError | None, bool]:
         assert self._unpickle is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 MAX_LINE_BYTES = 1 << 20  # one event; a line without end must not become a buffer without end
+MAX_DEPTH = 128  # of lists and objects; readers of JSON, pydantic's among them, refuse to follow much further
 
 
 class TraceReader:
@@ -26,7 +28,7 @@ class TraceReader:
         self.malformed = 0
 
     def feed(self, data: bytes | memoryview) -> None:
-        if self._room <= 0 and not self._tail:
+        if self._room <= 0:
             self._drop(bytes(data))
             return
         head, newline, tail = (self._tail + bytes(data)).rpartition(b"\n")
@@ -66,7 +68,8 @@ class TraceReader:
         """Past the limit: only count, and remember whether a line is open."""
         self.dropped_bytes += len(data)
         self.dropped_events += data.count(b"\n")
-        self._lost = 0 if data.endswith(b"\n") else 1
+        if data:
+            self._lost = 0 if data.endswith(b"\n") else 1
 
     def finish(self) -> tuple[tuple[dict[str, Any], ...], int]:
         """The events, and how many torn lines stood at the end (0 or 1)."""
@@ -87,10 +90,37 @@ class TraceReader:
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """A JSON object in UTF-8 with finite numbers, or None."""
     try:
-        value = json.loads(line, parse_constant=_refuse)
+        value = parse_json(line, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def parse_json(data: bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """What a guest wrote, as a value that can be written out and read again. Raises ValueError or RecursionError.
+
+    Halves of surrogate pairs, which are no text, are replaced; what is nested deeper than MAX_DEPTH is refused.
+    """
+    value = json.loads(data.decode(), parse_constant=parse_constant)
+    if isinstance(value, dict | list) and data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    if b"\\ud" in data or b"\\uD" in data:  # nearly never, but for emoji and the end of Hangul
+        text = json.dumps(value, ensure_ascii=False)
+        if not text.isascii():
+            value = json.loads(text.encode("utf-8", "surrogatepass").decode("utf-8", "replace"))
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            below += item.values() if isinstance(item, dict) else item
+        level = [item for item in below if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {MAX_DEPTH}")
 
 
 def _refuse(constant: str) -> NoReturn:
