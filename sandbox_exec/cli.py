@@ -86,15 +86,13 @@ def _one_of(allowed: tuple[str, ...]) -> Callable[[str | None], str | None]:
 )
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it and exit.")
     ] = False,
 ) -> None:
     """Run untrusted agents in sandboxes that can truly be killed."""
 
 
-@app.command(
-    epilog="Exit codes: 0 done; 2 bad usage; 3 no sandbox can be had here, or none as strong as --require asks."
-)
+@app.command(epilog="Exit codes: 0 done; 2 bad usage; 3 no sandbox can be had, or none as strong as --require asks.")
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
     require: Annotated[
@@ -102,14 +100,14 @@ def doctor(
         typer.Option(
             callback=_one_of(get_args(Require)),
             metavar="WHAT",
-            help=f"Fail on a machine that gives less, as Limits(require=WHAT) does: {', '.join(get_args(Require))}.",
+            help=f"Fail if the machine gives less, as Limits(require=WHAT) does: {', '.join(get_args(Require))}.",
         ),
     ] = None,
 ) -> None:
-    """Show what this machine gives: each rung, each limit, cgroups, Docker; how it is known; how to get more."""
+    """Show what this machine gives: rungs, limits, Docker; how that is known, and how to get more."""
     from sandbox_exec.containment import require as hold_to
     from sandbox_exec.doctor import diagnose
-    from sandbox_exec.pool import chosen
+    from sandbox_exec.sandbox.provider import chosen
 
     diagnosis = diagnose()
     if json:
@@ -143,8 +141,9 @@ def show(diagnosis: Diagnosis) -> None:
 def _show(diagnosis: Diagnosis, console: Console) -> None:
     machine = diagnosis.machine
     console.print(
-        f"sandbox-exec {machine.sandbox_exec} on {machine.system} {machine.kernel} ({machine.architecture}), "
-        f"Python {machine.python}, {machine.cores} cores, {format_bytes(machine.memory_bytes)}, uid {machine.uid}"
+        f"sandbox-exec {machine.sandbox_exec} on {machine.system} {machine.kernel} "
+        f"({machine.architecture}), Python {machine.python}, {machine.cores} cores, "
+        f"{format_bytes(machine.memory_bytes)}, uid {machine.uid}"
     )
     console.print(f"A Pool takes here: {diagnosis.chosen or 'nothing, it refuses to start'}", style="bold")
     for table in (_rung_table, _limit_table, _more_table, _advice_table):
@@ -177,7 +176,7 @@ def _more_table(diagnosis: Diagnosis, lines: bool) -> Table:
     table.add_row("cgroups", versions, _said("the trees that are mounted", cgroups.failure))
     for controller in cgroups.controllers:
         mark = _mark(controller.held_by, bool(controller.to_get))
-        found = f"{controller.how_found}, in {controller.folder}" if controller.folder else controller.how_found
+        found = controller.how_found + (f", in {controller.folder}" if controller.folder else "")
         table.add_row(f"  {controller.name}", mark, _said(found, controller.why_not))
     mark = _mark(docker.state, bool(docker.to_get))
     version = f" is version {docker.version}, API {docker.api_version}" if docker.state == "answers" else ""

@@ -1,12 +1,13 @@
-"""What this machine gives: every rung, every limit and by what it is held, cgroups, Docker, and how to get more.
+"""What this machine gives: every rung, every limit and what holds it, cgroups, Docker, and how to get more.
 
-Nothing is guessed from a name: a rung is offered because a trial ran in it, a ceiling because it was set on a cgroup
-made for it, Docker because an engine answered. What is made for that is removed again. Limits: it looks with the
-rights and from the cgroup of whoever calls it, so another user, or a service, may get another answer.
+Nothing is guessed from a name: a rung is offered because a trial ran in it, a ceiling because it was set on a
+cgroup made for it, Docker because an engine answered. What is made for that is removed again. Limits: it looks
+with the rights and from the cgroup of whoever calls it, so another user or a service may get another answer.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.metadata
 import os
@@ -29,7 +30,7 @@ from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import kernel
 from sandbox_exec.sandbox import process
 
-ENGINE_TIMEOUT_S: Final = 2.0  # an engine on this machine answers in milliseconds; a busy one within one second
+ENGINE_TIMEOUT_S: Final = 2.0  # an engine on this machine answers in milliseconds, a busy one within a second
 DEFAULT_ENGINE: Final = "unix:///var/run/docker.sock"
 _MAX_TEXT: Final = 400  # of a reason that another program gave
 _CAP_SYS_ADMIN: Final = 21
@@ -64,7 +65,7 @@ class LimitReport(Contract):
     """One limit, and what holds it on the chosen rung."""
 
     name: str
-    held_by: str = Field(description="The words of `Outcome.isolation`; none: nothing holds it.")
+    held_by: str = Field(description="In the words of `Outcome.isolation`; none: nothing holds it.")
     meaning: str
     how_found: str
     to_get: str = Field(default="", description="What to do to have it held better, if anything is.")
@@ -91,7 +92,7 @@ class ControllerReport(Contract):
 class CgroupReport(Contract):
     hierarchies: tuple[HierarchyReport, ...]
     controllers: tuple[ControllerReport, ...]
-    freezer: str = Field(default="", description="The v2 cgroup below which ours can be frozen and killed as one.")
+    freezer: str = Field(default="", description="The v2 cgroup below which ours are frozen and killed as one.")
     failure: str = Field(default="", description="What went wrong when a ceiling was set, if something did.")
 
 
@@ -141,11 +142,15 @@ def diagnose(
         machine=_machine(),
         chosen=chosen.rung if chosen else None,
         rungs=tuple(_rung(containment, reason, chosen, everywhere, proc) for containment, reason in found),
-        limits=tuple(_limits(chosen)) if chosen else (),
+        limits=tuple(_limits(chosen, failure)) if chosen else (),
         cgroups=_cgroups(cgroups, failure, proc),
         docker=ask_engine(docker_host, engine_timeout_s),
-        notes=tuple(dict.fromkeys(_shortened(str(each.message)) for each in caught if each.category is UserWarning)),
+        notes=tuple(dict.fromkeys(_shortened(str(each.message)) for each in caught if _is_for_users(each))),
     )
+
+
+def _is_for_users(warning: warnings.WarningMessage) -> bool:
+    return warning.category is UserWarning
 
 
 def _ask(probe: Probe, containment: Containment) -> None:
@@ -160,7 +165,7 @@ def _ask(probe: Probe, containment: Containment) -> None:
 def _machine() -> MachineReport:
     has_affinity = hasattr(os, "sched_getaffinity")
     return MachineReport(
-        sandbox_exec=importlib.metadata.version("sandbox-exec"),
+        sandbox_exec=_version(),
         system=platform.system(),
         kernel=platform.release(),
         architecture=platform.machine(),
@@ -172,12 +177,17 @@ def _machine() -> MachineReport:
     )
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("sandbox-exec")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # run from a folder
+
+
 # --- rungs -----------------------------------------------------------------------------------------
 
 
-def _rung(
-    containment: Containment, reason: str, chosen: Containment | None, everywhere: str, proc: Path
-) -> RungReport:
+def _rung(containment: Containment, reason: str, chosen: Containment | None, everywhere: str, proc: Path) -> RungReport:
     rung = containment.rung
     known = dict(candidates(containment.cgroups))[rung]
     how = "known without a try" if known else "a trial was tried in it" if reason else "a trial ran in it"
@@ -197,7 +207,7 @@ def _how_to_get(rung: Rung, known: bool, cgroups: Cgroups, proc: Path) -> str:
     if known and rung is not Rung.CGROUP:
         return how_to_get(rung)
     if rung is Rung.ROOT_NAMESPACES and not _has_capability(_CAP_SYS_ADMIN, proc):
-        return "root lacks CAP_SYS_ADMIN here; a container that was started with --privileged has it"
+        return "root lacks CAP_SYS_ADMIN here; a container started with --privileged has it"
     if rung is Rung.USER_NAMESPACES:
         return "; ".join(_forbidding_settings(proc)) or (
             f"{how_to_get(rung)}. In a container, its own limits forbid it: "
@@ -246,18 +256,17 @@ _WATCHED: Final = {
     "pids": "the keeper looks every 20 ms: a short excess is not seen",
 }
 _UNHELD: Final = "nothing holds it"
-_BY_CGROUP: Final = "a cgroup was made and the ceiling set on it"
 _BY_RUNG: Final = "follows from the rung, in which a trial ran"
 
 
-def _limits(chosen: Containment) -> Iterator[LimitReport]:
+def _limits(chosen: Containment, failure: str) -> Iterator[LimitReport]:
     """What holds each limit for a call that asks for all of them."""
     uid = chosen.agent_uid(0)
     abi = kernel.landlock_abi()
     in_force = abi if not chosen.rung.namespaced and abi >= kernel.SCOPING_ABI else 0
     isolation = chosen.isolation(Limits(cpus=1.0), uid, in_force)
     for name, held_by in (("memory", isolation.memory), ("pids", isolation.pids), ("cpu", isolation.cpu)):
-        yield _ceiling(name, held_by, chosen.cgroups)
+        yield _ceiling(name, held_by, chosen.cgroups, failure)
     yield _freeze(isolation, chosen.cgroups)
     yield from _places(isolation, uid)
     yield LimitReport(
@@ -270,14 +279,14 @@ def _limits(chosen: Containment) -> Iterator[LimitReport]:
     yield _landlock(chosen.rung, abi, in_force)
 
 
-def _ceiling(name: str, held_by: str, cgroups: Cgroups) -> LimitReport:
+def _ceiling(name: str, held_by: str, cgroups: Cgroups, failure: str) -> LimitReport:
     by_cgroup = held_by.startswith("cgroup")
     meanings = {"watched": _WATCHED.get(name, ""), "none": _UNHELD}
     return LimitReport(
         name=name,
         held_by=held_by,
         meaning=meanings.get(held_by, _COUNTED),
-        how_found=_BY_CGROUP if by_cgroup else f"no cgroup: {cgroups.why.get(name, 'none was found')}",
+        how_found=_by_cgroup(failure) if by_cgroup else f"no cgroup: {cgroups.why.get(name, 'none was found')}",
         to_get="" if by_cgroup else _how_to_get_cgroups(cgroups.why.get(name, "")),
     )
 
@@ -297,16 +306,20 @@ def _places(isolation: Isolation, uid: int) -> Iterator[LimitReport]:
     """What follows from namespaces, or from their absence."""
     private = isolation.filesystem == "private"
     to_get = "" if private else f"namespaces: {how_to_get(Rung.USER_NAMESPACES)}"
-    tmpfs, own = "tmpfs" if private else "none", isolation.rung is Rung.ROOT_NAMESPACES
+    tmpfs = "tmpfs" if private else "none"
     held = {
-        "disk": (tmpfs, "a file system of its own with a size" if private else f"{_UNHELD}; file_size bounds each file"),
-        "files": (tmpfs, "a file system of its own with a number of files" if private else _UNHELD),
-        "network": (isolation.network, "a loopback of its own, no way out" if private else "the caller's own"),
-        "filesystem": (
-            isolation.filesystem,
-            "the system and its Python, read-only; not the caller's files" if private else "the caller's own",
-        ),
+        "disk": (tmpfs, "a file system of its own with a size"),
+        "files": (tmpfs, "a file system of its own with a number of files"),
+        "network": (isolation.network, "a loopback of its own, no way out"),
+        "filesystem": (isolation.filesystem, "the system and its Python, read-only; not the caller's files"),
     }
+    if not private:
+        held = {
+            "disk": (tmpfs, f"{_UNHELD}; file_size bounds each file"),
+            "files": (tmpfs, _UNHELD),
+            "network": (isolation.network, "the caller's own"),
+            "filesystem": (isolation.filesystem, "the caller's own"),
+        }
     for name, (held_by, meaning) in held.items():
         yield LimitReport(name=name, held_by=held_by, meaning=meaning, how_found=_BY_RUNG, to_get=to_get)
     dropped = uid != (os.geteuid() if hasattr(os, "geteuid") else uid)
@@ -315,7 +328,7 @@ def _places(isolation: Isolation, uid: int) -> Iterator[LimitReport]:
         held_by="own" if dropped else "caller's",
         meaning=f"such as {uid}, which nobody else has" if dropped else f"{uid}, without any capability",
         how_found=_BY_RUNG,
-        to_get="" if own or dropped else how_to_get(Rung.ROOT_NAMESPACES),
+        to_get="" if dropped else how_to_get(Rung.ROOT_NAMESPACES),
     )
 
 
@@ -327,12 +340,13 @@ def _landlock(rung: Rung, abi: int, in_force: int) -> LimitReport:
         meaning = f"{has}, and not needed: namespaces hold more"
     else:
         meaning = f"{has}: an agent with the caller's uid can signal the caller's processes"
+    needed = not in_force and not rung.namespaced
     return LimitReport(
         name="landlock",
         held_by="scopes" if in_force else "none",
         meaning=meaning,
         how_found=f"the kernel says ABI {abi}" if abi else "the kernel does not have it",
-        to_get="" if in_force or rung.namespaced else f"Linux 6.12 or later, with Landlock (ABI {kernel.SCOPING_ABI})",
+        to_get=f"Linux 6.12 or later, with Landlock (ABI {kernel.SCOPING_ABI})" if needed else "",
     )
 
 
@@ -342,16 +356,20 @@ def _landlock(rung: Rung, abi: int, in_force: int) -> LimitReport:
 def _cgroups(cgroups: Cgroups, failure: str, proc: Path) -> CgroupReport:
     return CgroupReport(
         hierarchies=tuple(_hierarchies(proc)),
-        controllers=tuple(_controller(name, cgroups) for name in CONTROLLERS),
+        controllers=tuple(_controller(name, cgroups, failure) for name in CONTROLLERS),
         freezer=str(cgroups.freezer or ""),
         failure=failure,
     )
 
 
-def _controller(name: str, cgroups: Cgroups) -> ControllerReport:
+def _controller(name: str, cgroups: Cgroups, failure: str) -> ControllerReport:
     if name in cgroups.homes:
-        folder = str(cgroups.homes[name][1])
-        return ControllerReport(name=name, held_by=cgroups.version(name), folder=folder, how_found=_BY_CGROUP)
+        return ControllerReport(
+            name=name,
+            held_by=cgroups.version(name),
+            folder=str(cgroups.homes[name][1]),
+            how_found=_by_cgroup(failure),
+        )
     why = cgroups.why.get(name) or cgroups.why.get("v2") or "no cgroup tree was found"
     return ControllerReport(
         name=name,
@@ -362,9 +380,13 @@ def _controller(name: str, cgroups: Cgroups) -> ControllerReport:
     )
 
 
+def _by_cgroup(failure: str) -> str:
+    return f"a cgroup was made, but setting ceilings failed: {failure}" if failure else "a ceiling was set on a cgroup"
+
+
 def _how_to_get_cgroups(why: str) -> str:
-    if os.strerror(30) in why:  # EROFS, as in most containers
-        return "the tree is read-only: mount it writable; a container that was started with --privileged has it so"
+    if os.strerror(errno.EROFS) in why:  # as in most containers
+        return "the tree is read-only: mount it writable; a container started with --privileged has it so"
     return how_to_get(Rung.CGROUP)
 
 
@@ -399,22 +421,22 @@ def _set_ceilings(cgroups: Cgroups) -> str:
 
 
 def ask_engine(host: str | None = None, timeout_s: float = ENGINE_TIMEOUT_S) -> EngineReport:
-    """Ask the Docker engine for its version. Never waits longer than `timeout_s`, and never raises."""
+    """Ask the Docker engine for its version. Waits for it no longer than half again `timeout_s`; never raises."""
+    import docker  # noqa: F401  # late: it takes longer to load than all else here; and not within the timeout
+
     address = host or os.environ.get("DOCKER_HOST") or DEFAULT_ENGINE
     answers: list[EngineReport] = []
     # The package's own timeout is for each read, and does not bound an ssh connection or a slow name server.
-    asking = threading.Thread(
-        target=lambda: answers.append(_ask_engine(address, timeout_s)), name="sandbox-exec-docker", daemon=True
-    )
+    asking = threading.Thread(target=lambda: answers.append(_ask_engine(address, timeout_s)), daemon=True)
     asking.start()
     asking.join(timeout_s * 1.5)  # so that where its own timeout holds, that is what speaks
     return answers[0] if answers else _silent(address, timeout_s)
 
 
 def _ask_engine(address: str, timeout_s: float) -> EngineReport:
-    try:
-        import docker  # late: it takes longer to load than the rest of this together
+    import docker
 
+    try:
         client = docker.from_env(timeout=timeout_s, environment={**os.environ, "DOCKER_HOST": address})
         try:
             said = client.version()
@@ -464,9 +486,7 @@ def _silent(address: str, timeout_s: float) -> EngineReport:
 def _no_engine(
     state: Literal["absent", "denied", "too-old", "silent", "odd"], address: str, why: str, to_get: str
 ) -> EngineReport:
-    return EngineReport(
-        state=state, address=address, why_not=_shortened(why), how_found=_ENGINE_ASKED, to_get=to_get
-    )
+    return EngineReport(state=state, address=address, why_not=_shortened(why), how_found=_ENGINE_ASKED, to_get=to_get)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -10,7 +10,6 @@ sandboxes with it, as their keepers see their channel close.
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import json
 import os
@@ -28,13 +27,13 @@ import cloudpickle
 import psutil
 
 from sandbox_exec.clock import MonotonicClock
-from sandbox_exec.containment import Containment, choose, require
+from sandbox_exec.containment import Containment, require
 from sandbox_exec.contracts import AgentError, Limits, Outcome, Status, Usage, derive_seed
 from sandbox_exec.errors import InvalidValue, PoolClosed
 from sandbox_exec.sandbox.base import Launch
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.sandbox.process import ProcessSandbox, probe
-from sandbox_exec.sandbox.provider import Provider
+from sandbox_exec.sandbox.process import ProcessSandbox
+from sandbox_exec.sandbox.provider import Provider, chosen
 from sandbox_exec.trial.supervisor import Supervisor
 from sandbox_exec.units import format_bytes, parse_bytes
 
@@ -231,16 +230,6 @@ class Pool:
 
 def _budget(budget: int | str | None) -> int:
     return parse_bytes(budget) if budget is not None else int(psutil.virtual_memory().total * _BUDGET_SHARE)
-
-
-@functools.cache
-def _choose(wanted: str, uid: int) -> Containment:
-    return choose(probe, wanted)
-
-
-def chosen(wanted: str = "auto") -> Containment:
-    """The containment of this machine: probed once for each process and user."""
-    return _choose(wanted, os.geteuid() if hasattr(os, "geteuid") else 0)
 
 
 @dataclass(eq=False)

@@ -2,7 +2,8 @@
 
 It has loaded this folder, the little of the standard library that the folder needs, and what the user asked
 to preload: a fork costs by the memory of the forker. It lives in the view of its agents. On its socket come
-dicts from the supervisor: boot, once; preload; and slots, each with the descriptors of its keeper. It tells
+dicts from the supervisor: boot, once; preload; further clients, as each worker of a run is one; and slots, each
+with the descriptors of its keeper. It tells
 the supervisor of each keeper on that keeper's own channel, with a pidfd: a zygote that dies costs only the
 slots it was just starting. When the supervisor is gone it waits until its keepers are, and clears away what
 would be left of the pool: empty cgroups, scratch folders.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import _socket
 import gc
 import os
+import select
 import signal
 import site
 import sys
@@ -31,16 +33,28 @@ def main(control_fd: int) -> None:
     control = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, control_fd)
     os.set_inheritable(control_fd, False)
     boot: dict[str, Any] = {}
-    while (message := wire.receive_dict(control)) is not None:
-        content, fds = message
-        if "boot" in content:
-            boot = content["boot"]
-            boot["handles"] = fds
-            _boot(control, boot)
-        elif "preload" in content:
-            _preload(content["preload"])
-        else:
-            _fork_keeper(control, boot, content, fds)
+    clients = {control_fd: control}
+    poll = select.poll()
+    poll.register(control_fd, select.POLLIN)
+    while clients:
+        for fd, _ in poll.poll():
+            message = wire.receive_dict(clients[fd])
+            if message is None:
+                poll.unregister(fd)
+                clients.pop(fd).close()
+                continue
+            content, fds = message
+            if "boot" in content:
+                boot = content["boot"]
+                boot["handles"] = fds
+                _boot(control, boot)
+            elif "preload" in content:
+                _preload(content["preload"])
+            elif "client" in content:
+                clients[fds[0]] = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fds[0])
+                poll.register(fds[0], select.POLLIN)
+            else:
+                _fork_keeper(clients, boot, content, fds)
     _clear_away(boot)
 
 
@@ -87,14 +101,17 @@ def _preload(modules: list[str]) -> None:
     gc.freeze()  # so that a collection in a trial does not copy the pages of all that stands here
 
 
-def _fork_keeper(control: _socket.socket, boot: dict[str, Any], slot: dict[str, Any], fds: list[int]) -> None:
+def _fork_keeper(
+    clients: dict[int, _socket.socket], boot: dict[str, Any], slot: dict[str, Any], fds: list[int]
+) -> None:
     try:
         pid, pidfd = k.fork_into(_NAMESPACES) if boot["mode"] == "namespaces" else _fork()
     except OSError as error:
         pid, pidfd = -1, -1
         failure = str(error)
     if pid == 0:
-        control.close()
+        for client in clients.values():
+            client.close()
         keeper.keep(boot, slot, fds)
     channel = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fds[0])
     try:

@@ -32,7 +32,7 @@ from sandbox_exec.guest import keeper, wire
 from sandbox_exec.guest.view import PIPES
 from sandbox_exec.sandbox.base import End, Launch, Listener, Stream
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.sandbox.zygote import Zygote
+from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
 
 _CHUNK = bytearray(1 << 18)  # shared: every read is consumed before the next
 _DRAIN = 64  # reads of a pipe after the end; more than it holds, unless a survivor still writes
@@ -119,7 +119,7 @@ class ProcessSandbox:
     def __init__(
         self,
         loop: Loop,
-        zygote: Zygote,
+        zygote: ZygoteLink,
         containment: Containment,
         shape: Shape,
         *,

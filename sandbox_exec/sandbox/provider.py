@@ -7,15 +7,17 @@ started anew when the next sandbox is wanted; keepers that it had forked live on
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
-from sandbox_exec.containment import Containment, PoolCgroups, SlotCgroup, View, build_view
+from sandbox_exec.containment import Containment, PoolCgroups, SlotCgroup, View, build_view, choose
 from sandbox_exec.contracts import Limits, Rung
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.sandbox.process import ProcessSandbox, Shape, boot_zygote, scratch_base
-from sandbox_exec.sandbox.zygote import Zygote
+from sandbox_exec.sandbox.process import ProcessSandbox, Shape, boot_zygote, probe, scratch_base
+from sandbox_exec.sandbox.zygote import ZygoteLink
 
 _TRIES = 3  # at a sandbox for one trial, before the machine is to blame
 
@@ -23,16 +25,34 @@ OnReady = Callable[[ProcessSandbox], None]
 OnFailure = Callable[[str], None]
 
 
+@functools.cache
+def _choose(wanted: str, uid: int) -> Containment:
+    return choose(probe, wanted)
+
+
+def chosen(wanted: str = "auto") -> Containment:
+    """The containment of this machine: probed once for each process and user."""
+    return _choose(wanted, os.geteuid())
+
+
 class Provider:
     """All calls come from the thread of the loop."""
 
-    def __init__(self, loop: Loop, containment: Containment, slots: int, preload: list[str]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        containment: Containment,
+        slots: int,
+        preload: list[str],
+        link: tuple[View, ZygoteLink] | None = None,
+    ) -> None:
+        """`link`: a zygote of another owner's, for one view; should it end, one of our own takes its place."""
         self.containment = containment
         self._loop, self._slots, self._preload = loop, slots, list(preload)
         self._generation = 0
         self._stack = contextlib.ExitStack()
         self._base: Path | None = self._stack.enter_context(scratch_base(containment))
-        self._zygotes: dict[View, tuple[Zygote, int]] = {}
+        self._zygotes: dict[View, tuple[ZygoteLink, int]] = {}
         self._views: dict[tuple[object, ...], View] = {}
         self._sandboxes: dict[int, ProcessSandbox] = {}
         self._made_in: dict[ProcessSandbox, tuple[View, int]] = {}
@@ -43,6 +63,8 @@ class Provider:
         if containment.cgroups.homes or containment.cgroups.freezer:
             self._cgroups = PoolCgroups(containment.cgroups)
             self._stack.callback(self._cgroups.close)
+        if link is not None:
+            self._watch(*link)
 
     def acquire(self, slot: int, limits: Limits, on_ready: OnReady, on_failure: OnFailure, tries: int = _TRIES) -> None:
         """Call back with a sandbox for these limits: at once if the slot's last one will do."""
@@ -133,7 +155,7 @@ class Provider:
             self._views[key] = build_view(limits.readable, limits.hidden)
         return self._views[key]
 
-    def _zygote(self, view: View) -> Zygote:
+    def _zygote(self, view: View) -> ZygoteLink:
         if view in self._zygotes:
             return self._zygotes[view][0]
         zygote = boot_zygote(
@@ -144,10 +166,13 @@ class Provider:
             cgroups=self._cgroups,
             scratch=self._base,
         )
+        self._watch(view, zygote)
+        return zygote
+
+    def _watch(self, view: View, zygote: ZygoteLink) -> None:
         fd = zygote.control.fileno()
         self._zygotes[view] = (zygote, fd)
         self._loop.add(fd, lambda: self._drop_zygote(view))  # it never speaks again but by ending
-        return zygote
 
     def _drop_zygote(self, view: View) -> None:
         entry = self._zygotes.pop(view, None)

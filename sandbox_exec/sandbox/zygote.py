@@ -19,7 +19,37 @@ _BOOT_S = 30.0  # it takes 50 ms, and what the user preloads; a machine under lo
 _SEND_S = 5.0  # a zygote that does not read for so long is stuck
 
 
-class Zygote:
+class ZygoteLink:
+    """A connection to a zygote: ask it for keepers, notice its end. `landlock` is the ABI in force in it."""
+
+    def __init__(self, control: socket.socket, pid: int, landlock: int) -> None:
+        self.control, self.pid, self.landlock = control, pid, landlock
+        control.settimeout(_SEND_S)
+
+    def preload(self, modules: list[str]) -> None:
+        wire.send_dict(self.control, {"preload": modules})
+
+    def fork_keeper(self, slot: dict[str, Any], fds: dict[str, int]) -> socket.socket:
+        """Ask for a keeper; the channel on which it will say that it is there. Raises OSError if the zygote is gone."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                wire.send_dict(self.control, {**slot, "fds": ["channel", *fds]}, (theirs.fileno(), *fds.values()))
+            except OSError:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        return ours
+
+    def close(self) -> None:
+        self.control.close()
+
+    def abandon(self) -> None:
+        """In a forked child: drop what was inherited, without a word to a process that is not ours."""
+        os.close(self.control.detach())
+
+
+class Zygote(ZygoteLink):
     """A fork server in the containment that `boot` describes. Raises SandboxUnavailable if it cannot be had."""
 
     def __init__(self, boot: dict[str, Any], handles: tuple[int, ...] = ()) -> None:
@@ -45,9 +75,12 @@ class Zygote:
             self.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def connect(self) -> socket.socket:
+        """A connection of its own for another process; see `ZygoteLink`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            wire.send_dict(self.control, {"client": True}, (theirs.fileno(),))
+        return ours
 
     def _boot(self, boot: dict[str, Any], handles: tuple[int, ...]) -> None:
         self.control.settimeout(_BOOT_S)
@@ -62,28 +95,12 @@ class Zygote:
         kind, words, _ = line
         if kind != "booted":
             raise SandboxUnavailable(words)
-        self.landlock = int(words)
-        self.control.settimeout(_SEND_S)
+        super().__init__(self.control, self._process.pid, int(words))
 
     def _end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f"exit code {self._process.wait(1)}"
         return "still running"
-
-    def preload(self, modules: list[str]) -> None:
-        wire.send_dict(self.control, {"preload": modules})
-
-    def fork_keeper(self, slot: dict[str, Any], fds: dict[str, int]) -> socket.socket:
-        """Ask for a keeper; the channel on which it will say that it is there. Raises OSError if the zygote is gone."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                wire.send_dict(self.control, {**slot, "fds": ["channel", *fds]}, (theirs.fileno(), *fds.values()))
-            except OSError:
-                ours.close()
-                raise
-        ours.setblocking(False)
-        return ours
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -99,5 +116,5 @@ class Zygote:
 
     def abandon(self) -> None:
         """In a forked child: drop what was inherited, without a word to a process that is not ours."""
-        os.close(self.control.detach())
+        super().abandon()
         self._process.returncode = 0  # not our child: nothing to wait for, and no warning about it

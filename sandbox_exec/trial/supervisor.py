@@ -23,7 +23,7 @@ from typing import Any, Literal
 from sandbox_exec.clock import Clock
 from sandbox_exec.contracts import AgentError, Dropped, KillReason, KillReport, Outcome, Status, Usage
 from sandbox_exec.sandbox.base import End, Launch, Sandbox, Stream
-from sandbox_exec.trial.trace import Tail, TraceReader, parse_json, parse_object
+from sandbox_exec.trial.trace import Tail, TooDeep, TraceReader, parse_json, parse_object
 
 KILL_PATIENCE_S = 2.0  # a keeper answers in milliseconds; under a fork bomb, in some tens of them
 _SIGXFSZ = 25
@@ -214,6 +214,8 @@ class Supervisor:
             said = frame["error"]
             texts = {name: str(said[name]) for name in ("type", "message", "traceback")}
             return None, AgentError(**texts), True
+        except TooDeep as error:
+            return None, AgentError(type="MalformedResult", message=f"the result is {error}"), True
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
             return (
                 None,

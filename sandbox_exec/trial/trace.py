@@ -96,10 +96,14 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def parse_json(data: bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """What a guest wrote, as a value that can be written out and read again. Raises ValueError or RecursionError.
+class TooDeep(ValueError):
+    """JSON that is nested deeper than MAX_DEPTH."""
 
-    Halves of surrogate pairs, which are no text, are replaced; what is nested deeper than MAX_DEPTH is refused.
+
+def parse_json(data: bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """What a guest wrote, as a value that can be written out and read again, but for NaN and infinities.
+
+    Halves of surrogate pairs, which are no text, are replaced. Raises ValueError or RecursionError.
     """
     value = json.loads(data.decode(), parse_constant=parse_constant)
     if isinstance(value, dict | list) and data.count(b"[") + data.count(b"{") > MAX_DEPTH:
@@ -120,7 +124,7 @@ def _check_depth(value: Any) -> None:
         level = [item for item in below if isinstance(item, dict | list)]
         if not level:
             return
-    raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    raise TooDeep(f"nested deeper than {MAX_DEPTH} lists and objects")
 
 
 def _refuse(constant: str) -> NoReturn:
