@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import socket
 import sys
 import threading
 import warnings
@@ -437,6 +438,7 @@ def _ask_engine(address: str, timeout_s: float) -> EngineReport:
     import docker
 
     try:
+        _knock(address, timeout_s)
         client = docker.from_env(timeout=timeout_s, environment={**os.environ, "DOCKER_HOST": address})
         try:
             said = client.version()
@@ -451,6 +453,14 @@ def _ask_engine(address: str, timeout_s: float) -> EngineReport:
         )
     except Exception as error:  # whatever stands at that address may say anything
         return _engine_failure(address, error, timeout_s)
+
+
+def _knock(address: str, timeout_s: float) -> None:
+    """Connect to a socket in the file system, only to raise what that raises: the package leaks one that it cannot."""
+    if address.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(timeout_s)
+            sock.connect(address.removeprefix("unix://"))
 
 
 _ENGINE_ASKED: Final = "the engine was asked for its version"

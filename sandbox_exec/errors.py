@@ -33,6 +33,24 @@ class RunLocked(SandboxExecError):
     """Another process holds this run; only one coordinator may write it."""
 
 
+class RunNotActive(SandboxExecError):
+    """No coordinator holds this run, so there is nobody to steer; the message says how to start one."""
+
+
+class ProtocolFault(SandboxExecError):
+    """A backend broke the worker boundary, for instance with an event for a ticket that it never got.
+
+    What it says can no longer be believed: it is quarantined, and the run has failed.
+    """
+
+
+class StoreFull(SandboxExecError):
+    """There is no room left where the run is kept: a full disk, a quota, or no more files.
+
+    Nothing is torn: what was committed stays so, the rest was not written. The run continues once there is room.
+    """
+
+
 class PoolClosed(SandboxExecError, RuntimeError):
     """A call was submitted to a pool that has been shut down.
 

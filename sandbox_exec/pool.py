@@ -10,6 +10,7 @@ sandboxes with it, as their keepers see their channel close.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
@@ -29,7 +30,7 @@ import psutil
 from sandbox_exec.clock import MonotonicClock
 from sandbox_exec.containment import Containment, require
 from sandbox_exec.contracts import AgentError, Limits, Outcome, Status, Usage, derive_seed
-from sandbox_exec.errors import InvalidValue, PoolClosed
+from sandbox_exec.errors import BrokenPool, InvalidValue, PoolClosed
 from sandbox_exec.sandbox.base import Launch
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.process import ProcessSandbox
@@ -38,6 +39,7 @@ from sandbox_exec.trial.supervisor import Supervisor
 from sandbox_exec.units import format_bytes, parse_bytes
 
 _BUDGET_SHARE = 0.8  # of the machine's memory, when the caller names no budget
+_BROKEN = "the pool's manager failed, which no agent can cause: please report it with the error below; make a new pool"
 _MAP_AHEAD = 2  # calls in flight for each worker in map(): one that runs, one that is ready to
 
 
@@ -136,11 +138,13 @@ class Pool:
                 raise PoolClosed("the pool has been shut down; make a new one")
             if self._manager is None or self._manager.pid != os.getpid():
                 self._manager = _Manager(self.containment, self.max_workers, self.memory_budget, self._preload)
-                self._stopper = weakref.finalize(self, _Manager.shut_down, self._manager, kill=True)
+                self._stopper = weakref.finalize(self, _Manager.end, self._manager)
             manager = self._manager
-        future._manager = manager
-        future._call = _Call(future, launch)
-        manager.put(lambda: manager.pending.append(future._call))
+            future._manager = manager
+            future._call = _Call(future, launch)
+            # In the lock, so that a shutdown comes either before the call or after it.
+            manager.put(lambda: manager.pending.append(future._call))
+        manager.raise_if_broken()
         return future
 
     def map(
@@ -183,11 +187,11 @@ class Pool:
         """Take no more calls. What waits is still run unless cancelled; what runs, unless killed."""
         with self._lock:
             self._closed = True
-            manager = self._manager
-        if manager is not None and manager.pid == os.getpid():
-            manager.shut_down(kill=kill, cancel=cancel_futures or kill)
-            if wait:
-                manager.join()
+            manager = self._manager if self._manager and self._manager.pid == os.getpid() else None
+            if manager is not None:
+                manager.tell_to_end(kill=kill, cancel=cancel_futures or kill)
+        if manager is not None and (wait or kill):
+            manager.join()
 
     def __enter__(self) -> Pool:
         return self
@@ -263,6 +267,7 @@ class _Manager:
         self._wake.setblocking(False)
         self._awake.setblocking(False)
         self._closing = False
+        self._broken: BaseException | None = None
         self._loop = Loop()
         self._loop.add(self._awake.fileno(), self._on_wake)
         self._provider = Provider(self._loop, containment, slots, preload)
@@ -279,11 +284,18 @@ class _Manager:
         except (BlockingIOError, OSError):
             pass  # it is awake, or at its end
 
-    def shut_down(self, *, kill: bool = False, cancel: bool = True) -> None:
+    def tell_to_end(self, *, kill: bool, cancel: bool) -> None:
+        self.put(lambda: self._close(kill=kill, cancel=cancel))
+
+    def end(self) -> None:
+        """Kill all, and wait for it; nothing in a forked child, where all of it is the parent's."""
         if self.pid == os.getpid():
-            self.put(lambda: self._close(kill=kill, cancel=cancel))
-            if kill:
-                self.join()
+            self.tell_to_end(kill=True, cancel=True)
+            self.join()
+
+    def raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise BrokenPool(_BROKEN) from self._broken
 
     def join(self) -> None:
         if threading.current_thread() is not self._thread:
@@ -310,13 +322,27 @@ class _Manager:
                     break
                 self._loop.run_once(self._wait_s())
                 self._call_due()
+        except BaseException as error:
+            self._break(error)
+            raise
         finally:
             self._provider.close()
+            _managers.discard(self)  # from here on a forked child has nothing of ours to close
             self._loop.close()
             self._awake.close()
             self._wake.close()
-            for call in (*self.pending, *self._running.values()):  # only after a bug of ours
-                call.future.cancel()
+
+    def _break(self, error: BaseException) -> None:
+        """After a bug of ours: whoever waits is told, and nobody waits again."""
+        self._broken = error
+        while self._inbox:
+            with contextlib.suppress(Exception):
+                self._inbox.popleft()()
+        for call in (*self.pending, *self._running.values()):
+            broken = BrokenPool(_BROKEN)
+            broken.__cause__ = error
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                call.future.set_exception(broken)
 
     def _on_wake(self) -> None:
         try:

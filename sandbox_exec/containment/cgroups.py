@@ -148,7 +148,7 @@ class PoolCgroups:
 
     def __init__(self, cgroups: Cgroups) -> None:
         self.cgroups = cgroups
-        self.name = f"{_PREFIX}-{os.getpid()}-{next(_counter)}"
+        self.name = f"{_PREFIX}-{os.getpid()}-{_pid_namespace()}-{next(_counter)}"
         self.parents: dict[Path, int] = {}
         homes = [home for _, home in cgroups.homes.values()] + ([cgroups.freezer] if cgroups.freezer else [])
         for home in dict.fromkeys(homes):
@@ -182,9 +182,14 @@ class PoolCgroups:
         leaf.rmdir()
 
 
+def _pid_namespace() -> int:
+    """A pid means something only in its own namespace, and containers can share a tree of cgroups."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 def sweep_stale(home: Path) -> None:
     """Remove what a pool left whose process and zygote were both killed. Never one that lives."""
-    for path in home.glob(f"{_PREFIX}-*-*"):
+    for path in home.glob(f"{_PREFIX}-*-{_pid_namespace()}-*"):
         pid = path.name.removeprefix(f"{_PREFIX}-").split("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
             fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -216,6 +221,11 @@ class SlotCgroup:
             self._reset_peak()
         self._before = self._counts()
         return list(self._joins.values())
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether `events` leaves something out: a v1 cgroup counts refused forks, but tells nobody."""
+        return self._pool.cgroups.version("pids") == "cgroup-v1"
 
     def exceeded(self) -> str | None:
         """The ceiling that was reached since `prepare`, if one was. Call when `events` is readable, or at the end."""

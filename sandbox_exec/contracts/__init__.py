@@ -1,6 +1,7 @@
 """The words of the design as types: frozen, without unknown fields, validated where data enters."""
 
 from sandbox_exec.contracts.base import Bytes, Contract, Seconds
+from sandbox_exec.contracts.experiment import Design, Experiment, GradingSettings, SandboxSettings
 from sandbox_exec.contracts.limits import Limits, Require, Rung
 from sandbox_exec.contracts.outcome import (
     AgentError,
@@ -37,8 +38,11 @@ __all__ = [
     "Blame",
     "Bytes",
     "Contract",
+    "Design",
     "Dropped",
+    "Experiment",
     "Grade",
+    "GradingSettings",
     "Isolation",
     "Judged",
     "KillReason",
@@ -49,6 +53,7 @@ __all__ = [
     "Require",
     "Retry",
     "Rung",
+    "SandboxSettings",
     "Seconds",
     "Slot",
     "Status",

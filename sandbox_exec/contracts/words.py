@@ -10,23 +10,35 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    PlainValidator,
+    model_validator,
+)
 
-from sandbox_exec.contracts.base import Contract, Seconds
+from sandbox_exec.contracts.base import Bytes, Contract, Seconds
 from sandbox_exec.contracts.limits import Limits
 from sandbox_exec.contracts.outcome import AgentError, Dropped, Isolation, KillReport, Usage
 from sandbox_exec.contracts.status import Judged
 from sandbox_exec.errors import InvalidValue
+from sandbox_exec.units import MIB
 
 RESERVED_ENV_PREFIX: Final = "SANDBOX_EXEC_"  # names by which a sandbox tells the agent where things are
 
 _SLUG_CHARS: Final = 40  # of each name: what a person recognises, well within a folder name's 255 bytes
 _ID_HASH_CHARS: Final = 12  # 48 bits: tells apart slots whose slugs are the same
+_MAX_JSON_DEPTH: Final = 100  # JSON parsers give up between 200 and 1000, and messages wrap the value in more
+_MAX_JSON_INT: Final = 10**300  # parsers refuse numbers of thousands of digits, and a float ends at 308
+_FUNCTION_DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Phase(StrEnum):
@@ -66,21 +78,64 @@ def _entry_point(text: str) -> str:
     return text
 
 
-def _finite(value: JsonValue) -> JsonValue:
-    # Parsers let NaN and Infinity through, but they are no JSON: what stores or reads the value later fails.
-    pending: list[JsonValue] = [value]
+def _portable(value: JsonValue) -> JsonValue:
+    # Parsers let all of this through, but what stores or reads the value later fails on it.
+    pending: list[tuple[JsonValue, int]] = [(value, 0)]
     while pending:
-        match pending.pop():
+        item, depth = pending.pop()
+        if depth > _MAX_JSON_DEPTH:
+            raise InvalidValue(f"nested too deeply: at most {_MAX_JSON_DEPTH} lists and objects in each other")
+        match item:
             case float(number) if not math.isfinite(number):
                 raise InvalidValue(f"{number} is not JSON: numbers are finite")
+            case int(number) if abs(number) >= _MAX_JSON_INT:
+                raise InvalidValue("a number has too many digits: at most 300; write it as text")
+            case str(text):
+                _encodable(text)
             case list(items):
-                pending.extend(items)
+                pending.extend((inner, depth + 1) for inner in items)
             case dict(members):
-                pending.extend(members.values())
+                for name, inner in members.items():
+                    _encodable(name)
+                    pending.append((inner, depth + 1))
     return value
 
 
-Json = Annotated[JsonValue, AfterValidator(_finite)]
+def _encodable(text: str) -> str:
+    # JSON can spell half of a surrogate pair (backslash, ud800), which no encoding can write.
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidValue(f"{text[:40]!r} holds half of a surrogate pair, which is no character") from None
+    return text
+
+
+def _location(value: object) -> object:
+    if isinstance(value, str) and (not value or "\0" in value):
+        raise InvalidValue(f"{value!r} is not a path: it is text, not empty, and without NUL")
+    return _encodable(value) if isinstance(value, str) else value
+
+
+def _function(value: object) -> object:
+    if callable(value) or (isinstance(value, str) and _FUNCTION_DIGEST.fullmatch(value)):
+        return value
+    raise InvalidValue(f"{value!r} is not a callable, nor the digest of a pickled one")
+
+
+def _function_as_json(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise InvalidValue(f"{value!r} is a callable, which JSON cannot hold: use freeze_functions() first")
+
+
+Json = Annotated[JsonValue, AfterValidator(_portable)]
+Location = Annotated[Path, BeforeValidator(_location, json_schema_input_type=str)]
+Function = Annotated[
+    Callable[..., Any] | str,
+    PlainValidator(_function, json_schema_input_type=str),
+    PlainSerializer(_function_as_json, return_type=str, when_used="json"),
+]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, AfterValidator(_without_nul)]
 EnvName = Annotated[str, AfterValidator(_env_name)]
@@ -106,7 +161,7 @@ class TaskProtocol(Contract):
 class TaskGrading(Contract):
     """How a task is graded, where that differs from the experiment's grading."""
 
-    assets: Path | None = Field(default=None, description="What the grader sees and the agent never does.")
+    assets: Location | None = Field(default=None, description="What the grader sees and the agent never does.")
     command: Argv | None = None
 
 
@@ -116,7 +171,7 @@ class Task(Contract):
     id: Id
     input: Json = Field(description="What the agent is given.")
     image: str | None = None
-    workspace: Path | None = Field(default=None, description="What the working directory is filled from.")
+    workspace: Location | None = Field(default=None, description="What the working directory is filled from.")
     grading: TaskGrading | None = None
     protocol: TaskProtocol = TaskProtocol()
     depends_on: tuple[Id, ...] = Field(default=(), description="Tasks that must have succeeded first.")
@@ -130,18 +185,26 @@ class Task(Contract):
 
 
 class AgentSpec(Contract):
-    """Where an agent comes from: exactly one of a command, a frozen artifact, or a Python function."""
+    """Where an agent comes from: exactly one of a command, a frozen artifact, or a Python function.
+
+    `function` is for experiments made in Python. JSON cannot hold it: `freeze_functions` puts the digest of its
+    pickle there, and the pickle is kept beside.
+    """
 
     command: Argv | None = None
-    artifact: Path | None = None
+    artifact: Location | None = None
     python: Annotated[str, AfterValidator(_entry_point)] | None = None
+    function: Function | None = Field(
+        default=None, description="A callable, in Python only; in a run's files the digest of its pickle."
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [name for name in ("command", "artifact", "python") if getattr(self, name) is not None]
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidValue(
-                f"exactly one of command, artifact and python is needed; given: {', '.join(given) or 'none'}"
+                "exactly one of command, artifact and python (or in Python: function) is needed; "
+                f"given: {', '.join(given) or 'none'}"
             )
         return self
 
@@ -229,6 +292,9 @@ class TrialDispatch(_OfTrial):
     task: Task
     variant: Variant
     limits: Limits
+    base: Path = Field(description="The experiment's folder, which relative paths start from.")
+    payload: Path | None = Field(default=None, description="The pickled function of an agent that is one.")
+    out_limit: Bytes = Field(default=64 * MIB, description="How much of /out is kept.")
 
     @model_validator(mode="after")
     def _of_its_slot(self) -> Self:
@@ -244,6 +310,7 @@ class TrialCompletion(_OfTrial, Judged):
     """The message from a worker: how one attempt ended. Written to the attempt's folder before it is sent."""
 
     phase: Phase = Field(description="The last phase that was entered before the trial's end was decided.")
+    result_sha256: str | None = Field(default=None, description="Digest of result.json, if there is one.")
     error: AgentError | None = None
     exit_code: int | None = None
     signal: int | None = None

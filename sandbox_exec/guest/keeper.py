@@ -246,7 +246,7 @@ class _Keeper:
             for signum in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in members:
                     _kill(pid, signum)
-            if not members and self._no_children():
+            if self._no_children() and not members:  # in this order: what is dead is a member until it is reaped
                 return 0
             select.select([], [], [], 0.0005)  # they are dying: let them
         return len(members)
@@ -261,13 +261,16 @@ class _Keeper:
             pass
 
     def _no_children(self) -> bool:
+        """Reap what has ended; whether nothing is left."""
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return False
+                if pid == self.main and self.exit is None:
+                    self.exit = os.waitstatus_to_exitcode(status)
         except ChildProcessError:
             return True
-        if pid == self.main and self.exit is None:
-            self.exit = os.waitstatus_to_exitcode(status)
-        return False
 
     def _signal(self, signum: int) -> None:
         for pid in [-1] if self.private else self._members() or [self.main]:
@@ -294,7 +297,7 @@ class _Keeper:
         self.peak = max(self.peak, memory)
         if limit is not None and memory > limit:
             wire.send_line(self.channel, "exceeded", "memory", self.peak)
-        elif pids is not None and len(members) > pids:
+        elif pids is not None and sum(map(_threads, members)) > pids:
             wire.send_line(self.channel, "exceeded", "pids", self.peak)
         elif self.looks % _REPORT_EVERY == 0:
             wire.send_line(self.channel, "usage", round(sum(map(_cpu_s, members)), 6), self.peak)
@@ -372,6 +375,13 @@ def _proportional(pid: int) -> int:
             return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
     except (OSError, IndexError):
         return _resident(pid)
+
+
+def _threads(pid: int) -> int:
+    try:
+        return int(_stat(pid)[17])
+    except (OSError, IndexError):
+        return 0
 
 
 def _cpu_s(pid: int) -> float:

@@ -28,6 +28,7 @@ _DEVICE_LINKS = {
     "stderr": "/proc/self/fd/2",
     "ptmx": "pts/ptmx",
 }
+_KERNEL_SETTINGS = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs", "/proc/acpi")
 _SEALED = k.MOUNT_ATTR_RDONLY | k.MOUNT_ATTR_NOSUID | k.MOUNT_ATTR_NODEV
 
 
@@ -136,6 +137,10 @@ def add_slot_mounts(size: int, inodes: int, uid: int, gid: int, late: list[str])
     k.mount("mqueue", "/dev/mqueue", "mqueue", flags | k.MS_NOEXEC)
     k.mount("devpts", "/dev/pts", "devpts", k.MS_NOSUID | k.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620")
     k.mount("proc", "/proc", "proc", flags | k.MS_NOEXEC)
+    if uid == 0:  # root in a user namespace of its own: the kernel still takes it for the owner of these
+        for path in filter(os.path.exists, _KERNEL_SETTINGS):
+            k.mount(path, path, flags=k.MS_BIND | k.MS_REC)
+            k.set_mount_flags(path, k.MOUNT_ATTR_RDONLY)
     return scratch
 
 

@@ -158,9 +158,10 @@ def remove_cgroup(parent: int, name: str) -> None:
     """Remove a pool's cgroup and those of its slots, by handle: the zygote no longer sees the path."""
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
     try:
-        for entry in os.scandir(fd):
-            if entry.is_dir(follow_symlinks=False):
-                os.rmdir(entry.name, dir_fd=fd)
+        with os.scandir(fd) as entries:
+            slots = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        for slot in slots:
+            os.rmdir(slot, dir_fd=fd)
     finally:
         os.close(fd)
     os.rmdir(name, dir_fd=parent)

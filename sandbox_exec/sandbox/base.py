@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 from sandbox_exec.contracts import Isolation, Limits
@@ -22,6 +23,7 @@ class Launch:
     seed: int = 0
     trusted_results: bool = False
     staged: dict[str, bytes] = field(default_factory=dict)  # "in/task.json" -> its bytes
+    workspace: Path | None = None  # what the working directory is filled from
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Sandbox(Protocol):
 
         Raises ValueError for what is no regular file, or larger. Follows no link.
         """
+
+    def open_folder(self, name: str) -> int:
+        """A handle on a folder that the trial wrote, such as "out". What is below it is hostile."""
 
     def close(self) -> None:
         """Release it; what still runs in it is killed."""

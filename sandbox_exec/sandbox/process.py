@@ -34,7 +34,6 @@ from sandbox_exec.sandbox.base import End, Launch, Listener, Stream
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
 
-_CHUNK = bytearray(1 << 18)  # shared: every read is consumed before the next
 _DRAIN = 64  # reads of a pipe after the end; more than it holds, unless a survivor still writes
 _TRACE_PIPE_BYTES = 1 << 20  # fewer turns between guest and supervisor; refused to users with many pipes
 _RLIMITS = {
@@ -186,12 +185,24 @@ class ProcessSandbox:
     def start(self, launch: Launch, listener: Listener) -> None:
         self._listener, self._limits = listener, launch.limits
         self._peak, self._paused, self._killing = 0, False, False
-        for path, data in launch.staged.items():
-            self._stage(path, data)
-        joins = self._cgroup.prepare(launch.limits) if self._cgroup else []
+        try:
+            for path, data in launch.staged.items():
+                self._stage(path, data)
+            if launch.workspace is not None:
+                self._fill_workspace(launch.workspace)
+        except OSError as error:  # such as an input that is larger than the trial's disk
+            self._refuse(setup=f"the sandbox cannot be filled: {error}")
+            return
+        try:
+            joins = self._cgroup.prepare(launch.limits) if self._cgroup else []
+        except OSError as error:
+            self._refuse(fault=f"the ceilings cannot be set: {error}")
+            return
         if self._cgroup:
             self._loop.add(self._cgroup.events.fileno(), self._read_events)
             self._events = self._cgroup.events.fileno()
+            if self._cgroup.is_silent:
+                self._loop.add_look(self._read_events)
         request = _request_file(launch)
         try:
             wire.send_bytes(self._channel, keeper.START, (request, *joins))
@@ -199,6 +210,12 @@ class ProcessSandbox:
             self._fault = f"the keeper does not answer: {error}"
         finally:
             os.close(request)
+
+    def _refuse(self, **why: str) -> None:
+        """Nothing has been started, and nothing will be in this sandbox."""
+        listener, self._listener, self.spent = self._listener, None, True
+        if listener:
+            listener.on_ended(End(proof="no process was started", **why))
 
     def terminate(self) -> None:
         self._tell(keeper.TERM)
@@ -229,6 +246,10 @@ class ProcessSandbox:
         self._paused = False
         if not (self._cgroup and self._cgroup.freeze(False)):
             self._tell(keeper.THAW)
+
+    def open_folder(self, name: str) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, dir_fd=self._scratch)
 
     def read_file(self, path: str, limit: int) -> bytes | None:
         folder, name = path.split("/")
@@ -326,7 +347,7 @@ class ProcessSandbox:
 
     def _read_pipe(self, fd: int, stream: Stream) -> int:
         try:
-            count = os.readv(fd, [_CHUNK])
+            count = os.readv(fd, [self._loop.buffer])
         except BlockingIOError:
             return 0
         if count == 0:  # the keeper is gone, and with it the last writer
@@ -334,7 +355,7 @@ class ProcessSandbox:
             os.close(fd)
             del self._pipes[fd]
         elif self._listener:
-            self._listener.on_output(stream, memoryview(_CHUNK)[:count])
+            self._listener.on_output(stream, memoryview(self._loop.buffer)[:count])
         return count
 
     def _drain(self) -> None:
@@ -397,6 +418,7 @@ class ProcessSandbox:
         self._listener = listener
         if self._cgroup:
             self._loop.remove(self._events)
+            self._loop.remove_look(self._read_events)
             self._read_events()  # a child killed for its memory, while the agent went on to exit 0
         self._drain()
         self._listener = None
@@ -459,6 +481,16 @@ class ProcessSandbox:
                 file.write(data)
         finally:
             os.close(parent)
+        self.spent = True
+
+    def _fill_workspace(self, source: Path) -> None:
+        """Copy a folder in, before the agent is there; its files become the agent's."""
+        target = f"/proc/self/fd/{self._scratch}/workspace"
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+        if self._uid != os.geteuid():
+            for folder, folders, files in os.walk(target):
+                for name in (*folders, *files):
+                    os.chown(os.path.join(folder, name), self._uid, self._gid, follow_symlinks=False)
         self.spent = True
 
 

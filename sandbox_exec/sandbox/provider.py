@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sandbox_exec.containment import Containment, PoolCgroups, SlotCgroup, View, build_view, choose
@@ -44,9 +44,9 @@ class Provider:
         containment: Containment,
         slots: int,
         preload: list[str],
-        link: tuple[View, ZygoteLink] | None = None,
+        links: Iterable[tuple[View, ZygoteLink]] = (),
     ) -> None:
-        """`link`: a zygote of another owner's, for one view; should it end, one of our own takes its place."""
+        """`links`: zygotes of another owner's, by view; should one end, one of our own takes its place."""
         self.containment = containment
         self._loop, self._slots, self._preload = loop, slots, list(preload)
         self._generation = 0
@@ -63,8 +63,8 @@ class Provider:
         if containment.cgroups.homes or containment.cgroups.freezer:
             self._cgroups = PoolCgroups(containment.cgroups)
             self._stack.callback(self._cgroups.close)
-        if link is not None:
-            self._watch(*link)
+        for view, link in links:
+            self._watch(view, link)
 
     def acquire(self, slot: int, limits: Limits, on_ready: OnReady, on_failure: OnFailure, tries: int = _TRIES) -> None:
         """Call back with a sandbox for these limits: at once if the slot's last one will do."""

@@ -47,14 +47,17 @@ class Supervisor:
         clock: Clock,
         on_outcome: Callable[[Outcome], None],
         unpickle: Callable[[bytes], Any] | None = None,
+        tee: Callable[[Stream, memoryview], None] | None = None,
     ) -> None:
+        """`tee` sees all output as it comes."""
         self._sandbox, self._launch, self._clock = sandbox, launch, clock
-        self._on_outcome, self._unpickle = on_outcome, unpickle
+        self._on_outcome, self._unpickle, self._tee = on_outcome, unpickle, tee
         limits = launch.limits
         self._limits = limits
         self._trace = TraceReader(limits.trace)
         self._tails = {"stdout": Tail(limits.stdout), "stderr": Tail(limits.stderr)}
         self._result = bytearray()
+        self._result_size = 0
         self._output = 0
         self._cause: KillReason | None = None
         self._state: Literal["running", "grace", "killing", "ended"] = "running"
@@ -62,9 +65,9 @@ class Supervisor:
         self._grace_used = False
         self._frozen_at_s: float | None = None
         self._paused_s = 0.0
-        self._started_s = clock.now_s()
-        self.due_s = self._started_s + limits.timeout_s if limits.timeout_s is not None else None
         sandbox.start(launch, self)
+        self._started_s = clock.now_s()  # after what was staged
+        self.due_s = self._started_s + limits.timeout_s if limits.timeout_s is not None else None
 
     # --- time ---
 
@@ -113,9 +116,13 @@ class Supervisor:
     # --- what the sandbox says ---
 
     def on_output(self, stream: Stream, data: memoryview) -> None:
+        if self._tee is not None:
+            self._tee(stream, data)
         if stream == "result":
-            self._result += data
-            if len(self._result) > self._limits.result:
+            self._result_size += len(data)
+            if self._result_size <= self._limits.result:
+                self._result += data
+            else:
                 self._result.clear()
                 self.stop("output")
             return

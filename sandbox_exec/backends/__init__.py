@@ -1,0 +1,1 @@
+"""Who runs dispatched trials. `base` is the boundary, `local` a pool of processes on this machine."""
