@@ -47,7 +47,7 @@ from sandbox_exec.control import ControlServer, Request
 from sandbox_exec.errors import ProtocolFault, StoreFull
 from sandbox_exec.schedule.board import Board
 from sandbox_exec.schedule.retries import RetryPolicy
-from sandbox_exec.schedule.scheduler import decide, verdict_at_commit
+from sandbox_exec.schedule.scheduler import Decisions, decide, verdict_at_commit
 from sandbox_exec.store import CommitRow, RunStore, attempt_folder, read_completion
 
 PAUSE_S: Final = 10.0  # for one worker to freeze its trial
@@ -163,8 +163,7 @@ class Coordinator:
         self._call("on_run_start", self)
         while True:
             self._obey_requests()
-            wake_s = self._decide()
-            self._commit_ready()
+            wake_s = self._turn()
             if self.board.done:
                 return RunEnd("completed")
             if self._mode == "killing":
@@ -213,53 +212,61 @@ class Coordinator:
             elif adoption.state == "lost":
                 self._on_event(Lost(ticket, "its worker was gone when the run was continued"))
 
-    def _decide(self) -> float | None:
-        if self._mode != "running":
-            return None
-        board = self.board
-        while True:
-            now_s = self._clock.now_s()
-            board.advance(now_s)
-            decisions = decide(board, now_s, self.backend.capacity())
-            for warning in decisions.warnings:
-                board.capacity_warned = True
-                self.store.event("warning", text=warning)
-            for idx, reason in decisions.skip:
-                board.skip(idx, reason)
-                self._call("on_queue_decision", "skip", board.slots[idx], reason)
-            if decisions.dispatch:
-                self._dispatch(decisions.dispatch)
-            if not decisions.dispatch and not decisions.skip:
-                return decisions.wake_s
-
-    def _dispatch(self, indices: Sequence[int]) -> None:
-        """Record all of them in one transaction, then let their workers begin."""
-        tickets = []
+    def _turn(self) -> float | None:
+        """Commit what is ready and dispatch what may start: one transaction, one wait for the disk, for all of it."""
+        tickets: list[WorkerTicket] = []
+        committed: list[TrialCompletion] = []
+        self._at("committing")
         with self.store.batch():
-            for idx in indices:
-                slot = self.board.slots[idx]
-                self.board.start(idx)
-                trial = self._trials.setdefault(idx, _Trial())
-                trial.attempt += 1
-                folder = attempt_folder(self.store.folder, derive_trial_id(slot), trial.attempt)
-                dispatch = self._make_dispatch(slot, trial)
-                (folder / "dispatch.json").write_text(dispatch.model_dump_json())
-                trial.ticket = self.backend.submit(dispatch, folder)
-                trial.since, trial.phase, trial.events = time.time(), "", 0
-                active = ActiveTrial(
-                    slot=slot,
-                    trial_id=dispatch.trial_id,
-                    attempt=trial.attempt,
-                    folder=folder,
-                    worker=trial.ticket.worker,
-                )
-                self.store.record_dispatch(active, trial.since)
-                tickets.append(trial.ticket)
-                self._call("on_trial_selected", slot, trial.attempt)
-        self._at("dispatched")
+            while True:
+                committed += self._commit_ready()
+                decisions = self._decide()
+                for idx, reason in decisions.skip:
+                    self.board.skip(idx, reason)
+                    self._call("on_queue_decision", "skip", self.board.slots[idx], reason)
+                tickets += [self._dispatch(idx) for idx in decisions.dispatch]
+                if not decisions.dispatch and not decisions.skip:
+                    break
+        if committed:
+            self._at("committed")
+        if tickets:
+            self._at("dispatched")
         for ticket in tickets:
             self.backend.begin(ticket)
-        self._at("begun")
+        if tickets:
+            self._at("begun")
+        for completion in committed:
+            self._announce(completion)
+        return decisions.wake_s
+
+    def _decide(self) -> Decisions:
+        if self._mode != "running":
+            return Decisions()
+        now_s = self._clock.now_s()
+        self.board.advance(now_s)
+        decisions = decide(self.board, now_s, self.backend.capacity())
+        for warning in decisions.warnings:
+            self.board.capacity_warned = True
+            self.store.event("warning", text=warning)
+        return decisions
+
+    def _dispatch(self, idx: int) -> WorkerTicket:
+        """Record it; its worker hears of it when the record is on the disk."""
+        slot = self.board.slots[idx]
+        self.board.start(idx)
+        trial = self._trials.setdefault(idx, _Trial())
+        trial.attempt += 1
+        folder = attempt_folder(self.store.folder, derive_trial_id(slot), trial.attempt)
+        dispatch = self._make_dispatch(slot, trial)
+        (folder / "dispatch.json").write_text(dispatch.model_dump_json())
+        trial.ticket = ticket = self.backend.submit(dispatch, folder)
+        trial.since, trial.phase, trial.events = time.time(), "", 0
+        active = ActiveTrial(
+            slot=slot, trial_id=dispatch.trial_id, attempt=trial.attempt, folder=folder, worker=ticket.worker
+        )
+        self.store.record_dispatch(active, trial.since)
+        self._call("on_trial_selected", slot, trial.attempt)
+        return ticket
 
     def _make_dispatch(self, slot: Slot, trial: _Trial) -> TrialDispatch:
         task, variant = self._tasks[slot.task_id], self._variants[slot.variant_id]
@@ -343,7 +350,7 @@ class Coordinator:
         self.board.finish(idx)
         self._at("finished")
 
-    def _commit_ready(self) -> None:
+    def _commit_ready(self) -> list[TrialCompletion]:
         rows: list[CommitRow] = []
         while self.board.committable:
             idx = self.board.next_to_commit
@@ -356,14 +363,10 @@ class Coordinator:
             if pruned is not None:
                 self.store.event("pruned", variant=pruned, after_slot=idx)
             rows.append(CommitRow(completion, is_counted(completion.status)))
-        if not rows:
-            return
-        self._at("committing")
         self.store.commit(rows)
-        self._at("committed")
         for row in rows:
             self._trials.pop(row.completion.slot.schedule_idx, None)
-            self._announce(row.completion)
+        return [row.completion for row in rows]
 
     def _final(self, slot: Slot) -> TrialCompletion | None:
         """The last attempt's completion. It waited as a file: only the number of the attempt is kept in memory."""
@@ -486,7 +489,7 @@ def is_counted(status: Status) -> bool:
 
 
 def resolve(limits: Limits, variant: Variant, base: Path) -> tuple[Limits, Variant]:
-    """Words of a command, and modules, that are files beside the experiment: shown to the agent, and nothing else there."""
+    """Words of a command, and modules, that are files beside the experiment are shown to the agent; no other there."""
     agent = variant.agent
     shown: list[Path] = []
     if agent.command is not None:

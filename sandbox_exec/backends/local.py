@@ -30,7 +30,7 @@ from sandbox_exec.backends.base import (
 from sandbox_exec.clock import Clock, MonotonicClock
 from sandbox_exec.contracts import ActiveTrial, Limits, TrialDispatch
 from sandbox_exec.errors import SandboxUnavailable
-from sandbox_exec.guest import wire
+from sandbox_exec.guest import entry, wire
 from sandbox_exec.sandbox.loop import Loop
 
 HUNG_S = 15.0  # without a beat; on a machine under load a beat can be seconds late
@@ -68,7 +68,11 @@ class LocalBackend:
     ) -> None:
         self._size, self._hung_s = workers, hung_s
         views = {(tuple(map(str, one.readable)), tuple(map(str, one.hidden))) for one in limits}
-        self._settings = {"containment": containment, "views": list(views), "preload": preload or []}
+        self._settings = {
+            "containment": containment,
+            "views": list(views),
+            "preload": [entry.__name__, *(preload or [])],
+        }
         self._clock = clock or MonotonicClock()
         self._loop = Loop()
         self._workers: list[_Worker] = []

@@ -160,6 +160,58 @@ def fill_scratch(path: str, uid: int, gid: int) -> None:
             os.chown(f"{path}/{name}", uid, gid)
 
 
+def remove_scratch(path: str) -> None:
+    """Remove a scratch folder that an agent has written in: however deep, whatever it locked, through no link.
+
+    Without recursion: each folder is first moved up to the top, so that no depth is too deep. What cannot be
+    removed, as something that survived still writes there, stays.
+    """
+    try:
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        folders = _remove_files(top)
+        for name in folders:  # grows while we go
+            _remove_folder(top, name, folders)
+    finally:
+        os.close(top)
+    _quietly(os.rmdir, path)
+
+
+def _remove_folder(top: int, name: str, folders: list[str]) -> None:
+    try:
+        os.chmod(name, 0o700, dir_fd=top)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
+    except OSError:
+        return
+    for inner in _remove_files(fd):
+        moved = f"{os.urandom(8).hex()}-{len(folders)}"
+        _quietly(os.chmod, inner, 0o700, dir_fd=fd)  # a folder that cannot be written cannot be moved either
+        if _quietly(os.rename, inner, moved, src_dir_fd=fd, dst_dir_fd=top):
+            folders.append(moved)
+    os.close(fd)
+    _quietly(os.rmdir, name, dir_fd=top)
+
+
+def _remove_files(fd: int) -> list[str]:
+    """Remove all that is no folder; the names of those."""
+    with os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if not is_folder:
+            _quietly(os.unlink, name, dir_fd=fd)
+    return [name for name, is_folder in found if is_folder]
+
+
+def _quietly(call: Any, *args: Any, **kwargs: Any) -> bool:
+    try:
+        call(*args, **kwargs)
+    except OSError:
+        return False
+    return True
+
+
 def make_network() -> None:
     """Move into a net namespace with nothing but a loopback of its own."""
     k.unshare(k.CLONE_NEWNET)

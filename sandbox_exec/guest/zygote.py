@@ -149,9 +149,7 @@ def _clear_away(boot: dict[str, Any]) -> None:
         except OSError:
             pass  # the pool removed it in time
     if boot["scratch"]:
-        import shutil
-
-        shutil.rmtree(boot["scratch"], ignore_errors=True)
+        view.remove_scratch(boot["scratch"])
 
 
 def remove_cgroup(parent: int, name: str) -> None:

@@ -29,7 +29,7 @@ from sandbox_exec.containment.view import account_files
 from sandbox_exec.contracts import Isolation, Limits, Rung
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import keeper, wire
-from sandbox_exec.guest.view import PIPES
+from sandbox_exec.guest.view import PIPES, remove_scratch
 from sandbox_exec.sandbox.base import End, Launch, Listener, Stream
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
@@ -447,7 +447,7 @@ class ProcessSandbox:
             os.close(self._scratch)
             self._scratch = -1
         if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_scratch(str(self._folder))
         self._on_gone(self)
 
     def _lost(self) -> End:
@@ -581,4 +581,4 @@ def scratch_base(containment: Containment) -> Any:
     try:
         yield base
     finally:
-        shutil.rmtree(base, ignore_errors=True)
+        remove_scratch(str(base))
