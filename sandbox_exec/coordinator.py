@@ -16,6 +16,7 @@ An attempt that infrastructure lost does not count as the agent's: it is in the 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -49,9 +50,11 @@ from sandbox_exec.schedule.board import Board
 from sandbox_exec.schedule.retries import RetryPolicy
 from sandbox_exec.schedule.scheduler import Decisions, decide, verdict_at_commit
 from sandbox_exec.store import CommitRow, RunStore, attempt_folder, read_completion
+from sandbox_exec.store.folders import TRIALS
 
 PAUSE_S: Final = 10.0  # for one worker to freeze its trial
 FUNCTIONS: Final = "functions"  # in the run's folder: the pickled functions of agents that are functions
+_KEPT: Final = 64  # completions in memory; the others are read again from their files when their turn comes
 _BUDGET_SHARE: Final = 0.8  # of the machine's memory, where the design names no budget
 
 Ending = Literal["completed", "interrupted", "failed"]
@@ -92,6 +95,7 @@ class _Trial:
     since: float = 0.0
     phase: str = ""
     events: int = 0
+    completion: TrialCompletion | None = None  # of the last attempt, if its turn is near; else it waits as a file
 
 
 class Coordinator:
@@ -113,7 +117,7 @@ class Coordinator:
         self._at = at
         self._tasks = {task.id: task for task in experiment.tasks}
         self._variants = {variant.id: variant for variant in experiment.variants}
-        self._limits = {task.id: experiment.limits(task) for task in experiment.tasks}
+        self._limits_for = functools.cache(lambda timeout_s, variant_id: self._resolve(timeout_s, variant_id))
         self._policy = RetryPolicy(experiment.design.infra_retries)
         self._trials: dict[int, _Trial] = {}
         self._mode: Literal["running", "draining", "killing", "paused"] = "running"
@@ -192,7 +196,7 @@ class Coordinator:
             self._tasks,
             self._variants,
             design,
-            lambda slot: self._limits[slot.task_id].memory or 0,
+            lambda slot: self.experiment.sandbox.memory or 0,
             budget,
             start_s=self._clock.now_s() - float(store.control().metadata.get("used_s", 0.0)),
             committed=committed,
@@ -271,7 +275,7 @@ class Coordinator:
     def _make_dispatch(self, slot: Slot, trial: _Trial) -> TrialDispatch:
         task, variant = self._tasks[slot.task_id], self._variants[slot.variant_id]
         trial_id = derive_trial_id(slot)
-        limits, variant = resolve(self._limits[task.id], variant, self.experiment.base)
+        limits, variant = self._limits_for(task.protocol.timeout_s, variant.id)
         if trial.timeout_factor > 1 and limits.timeout_s is not None:
             limits = limits.model_copy(update={"timeout_s": limits.timeout_s * trial.timeout_factor})
         function = variant.agent.function
@@ -287,6 +291,11 @@ class Coordinator:
             payload=self.store.folder / FUNCTIONS / f"{function}.pkl" if isinstance(function, str) else None,
             out_limit=self.experiment.sandbox.out_limit,
         )
+
+    def _resolve(self, timeout_s: float | None, variant_id: str) -> tuple[Limits, Variant]:
+        """Once for each variant and timeout: thousands of tasks share them."""
+        task = next(task for task in self.experiment.tasks if task.protocol.timeout_s == timeout_s)
+        return resolve(self.experiment.limits(task), self._variants[variant_id], self.experiment.base)
 
     # --- what the workers say ---
 
@@ -348,6 +357,8 @@ class Coordinator:
             self._at("requeued")
             return
         self.board.finish(idx)
+        if idx - self.board.next_to_commit < _KEPT:
+            trial.completion = completion
         self._at("finished")
 
     def _commit_ready(self) -> list[TrialCompletion]:
@@ -373,8 +384,10 @@ class Coordinator:
         trial = self._trials.get(slot.schedule_idx)
         if trial is None or self.board.skip_reason(slot.schedule_idx) is not None:
             return None
+        if trial.completion is not None:
+            return trial.completion
         trial_id = derive_trial_id(slot)
-        folder = attempt_folder(self.store.folder, trial_id, trial.attempt)
+        folder = self.store.folder / TRIALS / trial_id / f"attempt-{trial.attempt}"
         found = read_completion(folder)
         if found.value is not None:
             return found.value

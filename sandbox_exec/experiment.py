@@ -141,6 +141,7 @@ class _Origin:
         self.tasks_file: Path | None = None
         self.row_lines: list[int] = []
         self.problems: list[_Problem] = []
+        self.lost: set[Loc] = set()  # values that could not be read: that they are missing is no news
 
     def add(self, fault: Fault, line: int | None = None) -> None:
         """Note what is wrong. The line is looked up unless given."""
@@ -185,7 +186,8 @@ class _Origin:
 
 def _build(data: Any, base: Path, origin: _Origin) -> Experiment:
     if not isinstance(data, Mapping):
-        origin.fail(f"an experiment is a mapping with name, tasks and variants; found {shown(data)}")
+        origin.add(Fault((), f"an experiment is a mapping with name, tasks and variants; found {shown(data)}"))
+        origin.refuse()
     fields = dict(data)
     for name in [name for name in fields if not isinstance(name, str) or name in ("base", "sources")]:
         origin.add(Fault((name,), "unknown field"))
@@ -194,22 +196,22 @@ def _build(data: Any, base: Path, origin: _Origin) -> Experiment:
     tasks, noted = fields.get("tasks"), len(origin.problems)
     if isinstance(tasks, str | os.PathLike):
         origin.tasks_file = (origin.file.parent if origin.file else base) / tasks
-        sources.append(os.path.join(base, tasks))
         fields["tasks"] = _read_rows(origin)
+        sources += [os.path.join(base, tasks)] if fields["tasks"] else []
     elif "tasks" in fields and not isinstance(tasks, list | tuple):
         origin.add(Fault(("tasks",), f"should be the path of a JSONL file, or a list; found {shown(tasks)}"))
         fields["tasks"] = []
-    broken = len(origin.problems) > noted
-    known = [*_raw_faults(fields, origin, broken=broken), *_file_faults(fields, base)]
+    if len(origin.problems) > noted:
+        origin.lost.add(("tasks",))
+    known = [*_raw_faults(fields, origin), *_file_faults(fields, base)]
     for fault in known:
         origin.add(fault)
     try:
         experiment = Experiment(**fields, base=base, sources=sources)
     except InvalidExperiment as error:
         cause = error.__cause__
-        noted_already = {fault.loc for fault in known} | ({("tasks",)} if broken else set())
         for fault in faults_of(cause) if isinstance(cause, ValidationError) else [Fault((), str(error))]:
-            if fault.loc not in noted_already:
+            if fault.loc not in origin.lost and fault.loc not in {one.loc for one in known}:
                 origin.add(fault)
         origin.refuse()
     if origin.problems:
@@ -217,14 +219,15 @@ def _build(data: Any, base: Path, origin: _Origin) -> Experiment:
     return experiment
 
 
-def _raw_faults(fields: Mapping[str, Any], origin: _Origin, *, broken: bool) -> Iterator[Fault]:
+def _raw_faults(fields: Mapping[str, Any], origin: _Origin) -> Iterator[Fault]:
     """What is wrong between tasks or variants, seen before each is validated: so that all is told at once."""
     needs = []
+    # Among rows that could not be read may be the one that is needed.
+    complete = ("tasks",) not in origin.lost
     for idx, row in enumerate(_items(fields, "tasks")):
         depends_on = _at(row, "depends_on")
         usable = isinstance(depends_on, list) and all(isinstance(one, str) for one in depends_on)
-        # Among rows that cannot be read may be the one that is needed.
-        needs.append((_id_of(row, idx), depends_on if usable and not broken else ()))
+        needs.append((_id_of(row, idx), depends_on if usable and complete else ()))
     variants = _items(fields, "variants")
     yield from id_faults(needs, [_id_of(variant, idx) for idx, variant in enumerate(variants)], origin.name_of)
     if origin.file is not None:
@@ -264,10 +267,10 @@ def _read_rows(origin: _Origin) -> list[Any]:
                     except (ValueError, RecursionError) as error:
                         origin.add_row(number, _why_no_row(error))
     except (OSError, ValueError) as error:
-        origin.add(Fault(("tasks",), f"cannot read {origin.tasks_file}: {_reason(error)}"))
+        origin.add(Fault(("tasks",), f"cannot read {str(origin.tasks_file)!r}: {_reason(error)}"))
         return []
     if not rows and not origin.problems:
-        origin.add(Fault(("tasks",), f"{origin.tasks_file} is empty; needed: one task as a JSON object a line"))
+        origin.add(Fault(("tasks",), f"{str(origin.tasks_file)!r} is empty; needed: one task as a JSON object a line"))
     return rows
 
 
@@ -403,12 +406,15 @@ class _YamlReader:
                 return self._loader.construct_object(node)
             except (ValueError, LookupError):  # "0x", a number of 5000 digits, or `!!bool perhaps`
                 kind = node.tag.removeprefix(_TAG)
-                self._origin.add(Fault(loc, f"{shown(node.value)} is no {kind}"), _line(node))
-                return None
+                return self._lose(node, loc, f"{shown(node.value)} is no {kind}")
         return self._refuse_tag(node, loc)
 
     def _refuse_tag(self, node: Node, loc: Loc) -> None:
-        self._origin.add(Fault(loc, f"the tag {shown(node.tag)} is not allowed; use plain YAML"), _line(node))
+        self._lose(node, loc, f"the tag {shown(node.tag)} is not allowed; use plain YAML")
+
+    def _lose(self, node: Node, loc: Loc, text: str) -> None:
+        self._origin.add(Fault(loc, text), _line(node))
+        self._origin.lost.add(loc)
 
     def _spend(self, chars: int) -> None:
         self._left -= chars
@@ -447,12 +453,12 @@ def _absence(path: str, *, file: bool) -> str:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        return f"cannot find {path}: {error.strerror}"
+        return f"cannot find {path!r}: {error.strerror}"
     except ValueError:
         return ""  # a NUL or the like: told by the contract
     if stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and not file):
         return ""
-    return f"{path} is not a file" if file else f"{path} is neither a file nor a folder"
+    return f"{path!r} is not a file" if file else f"{path!r} is neither a file nor a folder"
 
 
 def _input_files(experiment: Experiment) -> Iterator[str]:
@@ -493,7 +499,7 @@ def _path_digest(path: str) -> str:
     except FileNotFoundError:
         return MISSING
     except OSError as error:
-        raise InvalidExperiment(f"cannot read {error.filename or path}: {error.strerror}") from error
+        raise InvalidExperiment(f"cannot read {error.filename or path!r}: {error.strerror}") from error
 
 
 def _file_digest(path: str) -> str:

@@ -190,7 +190,7 @@ class Pool:
             manager = self._manager if self._manager and self._manager.pid == os.getpid() else None
             if manager is not None:
                 manager.tell_to_end(kill=kill, cancel=cancel_futures or kill)
-        if manager is not None and (wait or kill):
+        if manager is not None and wait:
             manager.join()
 
     def __enter__(self) -> Pool:
@@ -398,7 +398,8 @@ class _Manager:
         self._free.append(slot)
         self._in_use -= call.memory
         call.supervisor = None
-        call.future.set_result(outcome)
+        if self._broken is None:  # else it has been told
+            call.future.set_result(outcome)
 
     def _close(self, *, kill: bool, cancel: bool) -> None:
         self._closing = True

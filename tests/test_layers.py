@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [
     {"clock", "units"},
     {"contracts"},
     {"guest"},
+    {"experiment"},
     {"containment"},
     {"sandbox"},
     {"trial"},

@@ -247,7 +247,7 @@ def id_faults(
         for at, needed in enumerate(depends_on):
             if needed not in place:
                 loc = ("tasks", idx, "depends_on", at)
-                yield Fault(loc, f"there is no task {shown(needed)}{_nearest(needed, task_ids)}")
+                yield Fault(loc, f"there is no task {shown(needed)};{_nearest(needed, task_ids)}".rstrip(";"))
     for circle in _circles(dict(needs)):
         names = [shown(name) for name in circle]
         if len(names) > 20:
@@ -289,11 +289,16 @@ def faults_of(error: ValidationError) -> list[Fault]:
                 text = "is missing"
             case "extra_forbidden":
                 names = _known_names(loc[:-1])
-                text = f"unknown field{_nearest(str(loc[-1]), names)}; allowed: {', '.join(names)}"
+                near = _nearest(str(loc[-1]), names)
+                text = f"unknown field;{near} allowed: {', '.join(names)}"
+            case "too_short" if value:
+                continue  # its items are told one by one
             case "tuple_type":
                 text = f"should be a list; found {_found(loc, value)}"
             case "model_type" | "dict_type" | "mapping_type":
                 text = f"should be a mapping; found {_found(loc, value)}"
+            case "path_type":
+                text = f"should be a path; found {_found(loc, value)}"
             case "string_type" if isinstance(value, bool | int | float):
                 text = f"should be text; found {_found(loc, value)}: put it in quotes"
             case "recursion_depth_exceeded" | "recursion_loop":
@@ -347,7 +352,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     if len(names) > _MAX_NEAREST:
         return ""
     near = difflib.get_close_matches(name[:_MAX_SHOWN], names, 1)
-    return f"; did you mean {shown(near[0])}?" if near else ""
+    return f" did you mean {shown(near[0])}?" if near else ""
 
 
 def _placed(path: Path, base: Path) -> Path:

@@ -6,6 +6,7 @@ No behaviour but validation, and the two derivations that make a run repeatable:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -53,13 +54,9 @@ class Phase(StrEnum):
 
 def _env_name(name: str) -> str:
     if not name or "=" in name or "\0" in name:
-        raise InvalidValue(
-            f"{name!r} is not a name of an environment variable: not empty, without '=' and NUL"
-        )
+        raise InvalidValue(f"{name!r} is not a name of an environment variable: not empty, without '=' and NUL")
     if name.startswith(RESERVED_ENV_PREFIX):
-        raise InvalidValue(
-            f"{name!r} is reserved: the sandbox sets the names that begin with {RESERVED_ENV_PREFIX}"
-        )
+        raise InvalidValue(f"{name!r} is reserved: the sandbox sets the names that begin with {RESERVED_ENV_PREFIX}")
     return name
 
 
@@ -226,9 +223,7 @@ class Variant(Contract):
     def _one_source(self) -> Self:
         both = sorted(set(self.env) & set(self.pass_env))
         if both:
-            raise InvalidValue(
-                f"both in env and in pass_env: {', '.join(both)}; name each variable in one of them"
-            )
+            raise InvalidValue(f"both in env and in pass_env: {', '.join(both)}; name each variable in one of them")
         return self
 
 
@@ -246,9 +241,14 @@ def derive_trial_id(slot: Slot) -> str:
 
     It does not depend on `schedule_idx`, so reordering a schedule keeps its trials' names.
     """
-    identity = json.dumps([slot.variant_id, slot.task_id, slot.repeat])
+    return _trial_id(slot.variant_id, slot.task_id, slot.repeat)
+
+
+@functools.lru_cache(maxsize=1024)  # every message about a trial checks it, all within a short time
+def _trial_id(variant_id: str, task_id: str, repeat: int) -> str:
+    identity = json.dumps([variant_id, task_id, repeat])
     digest = hashlib.sha256(identity.encode("ascii")).hexdigest()[:_ID_HASH_CHARS]
-    return f"{_slug(slot.variant_id)}.{_slug(slot.task_id)}.{slot.repeat}-{digest}"
+    return f"{_slug(variant_id)}.{_slug(task_id)}.{repeat}-{digest}"
 
 
 def derive_seed(seed: int, trial_id: str) -> int:
@@ -315,13 +315,9 @@ class TrialCompletion(_OfTrial, Judged):
     exit_code: int | None = None
     signal: int | None = None
     grade: Grade | None = None
-    retry_after_s: Seconds | None = Field(
-        default=None, description="When a provider allows the next attempt."
-    )
+    retry_after_s: Seconds | None = Field(default=None, description="When a provider allows the next attempt.")
     dropped: Dropped = Dropped()
-    usage: Usage | None = Field(
-        default=None, description="None: the agent was never started, or its worker is lost."
-    )
+    usage: Usage | None = Field(default=None, description="None: the agent was never started, or its worker is lost.")
     kill: KillReport | None = None
     isolation: Isolation | None = None
 

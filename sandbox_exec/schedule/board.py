@@ -109,8 +109,8 @@ class Board:
         self._status = bytearray(len(slots))  # of committed slots: an index of _STATUSES
         self._counts = [len(slots), *[0] * (len(_NAMES) - 1)]
         self._ready: list[int] = []  # a heap; entries of slots that left READY are stale, and may be double
-        self._delayed: list[tuple[float, int]] = []  # a heap of (not before, slot); stale if not as below
-        self._not_before: dict[int, float] = {}
+        self._delayed: list[tuple[float, int]] = []  # a heap of (not before, slot); of slots not below: stale
+        self._held: set[int] = set()
         self._reasons: dict[int, str] = {}  # of SKIPPED slots
         self._variants = {key: _Variant(variant, len(slots)) for key, variant in variants_by_id.items()}
         self._variant_of: list[_Variant] = [self._variants[slot.variant_id] for slot in slots]
@@ -229,10 +229,9 @@ class Board:
     def advance(self, now_s: float) -> None:
         """Let go on what was delayed until now; to be called before `decide`."""
         while self._delayed and self._delayed[0][0] <= now_s:
-            not_before_s, idx = heappop(self._delayed)
-            if self._not_before.get(idx) == not_before_s:
-                del self._not_before[idx]
-                self._offer(idx)
+            _, idx = heappop(self._delayed)
+            self._held.discard(idx)
+            self._offer(idx)
         self._trim()
 
     def start(self, idx: int) -> None:
@@ -249,7 +248,7 @@ class Board:
         if reason is not None:
             self.doomed[idx] = reason
         else:
-            self._not_before[idx] = not_before_s
+            self._held.add(idx)
             heappush(self._delayed, (not_before_s, idx))
 
     def finish(self, idx: int) -> None:
@@ -265,7 +264,7 @@ class Board:
         self._move(idx, _SKIPPED)
         self._reasons[idx] = reason
         self.doomed.pop(idx, None)
-        self._not_before.pop(idx, None)
+        self._held.discard(idx)
         if was_ready:
             self._release(self._variant_of[idx])
         self._leave_chain(idx)
@@ -283,7 +282,6 @@ class Board:
         """Skip what is not committed of a variant. `commit` calls this; by hand, it makes history depend on time."""
         variant = self._variants[variant_id]
         variant.pruned = reason
-        variant.queue.clear()
         for idx in variant.slots[bisect_right(variant.slots, self.next_to_commit - 1) :]:
             if self._state[idx] in _NOT_STARTED:
                 self._doom(idx, reason)
@@ -314,7 +312,7 @@ class Board:
 
     def _offer(self, idx: int) -> None:
         # Let a slot go as far as its own conditions allow; harmless if they do not hold yet.
-        if self._state[idx] != _WAITING or idx in self._unmet or idx in self._not_before or idx in self.doomed:
+        if self._state[idx] != _WAITING or idx in self._unmet or idx in self._held or idx in self.doomed:
             return
         chain = self._chain_of.get(idx)
         if chain is not None and chain[0] != idx:
@@ -359,7 +357,7 @@ class Board:
         for dependant in self._dependants.pop(idx, ()):
             if status is Status.SUCCESS:
                 self._meet(dependant)
-            elif self._state[dependant] == _WAITING and dependant not in self.doomed:
+            elif self._state[dependant] == _WAITING:
                 self._doom(dependant, self._blame(idx))
         return self._judge(self._variant_of[idx], status)
 
@@ -386,10 +384,9 @@ class Board:
         return f"it depends on task {self.slots[idx].task_id}, which ended as {_STATUSES[self._status[idx]]}"
 
     def _doom(self, idx: int, reason: str) -> None:
-        if self._state[idx] == _READY:
-            self._variant_of[idx].admitted -= 1  # its queue is empty: only pruning dooms a READY slot
+        # A READY slot keeps its place among its variant's: only pruning dooms one, and then none needs it.
         self._move(idx, _WAITING)
-        self._not_before.pop(idx, None)
+        self._held.discard(idx)
         self.doomed[idx] = reason
 
     def _trim(self) -> None:
@@ -399,7 +396,7 @@ class Board:
             heappop(self._ready)
         if len(self._ready) > 2 * self._counts[_READY] + _SLACK:
             self._ready = sorted({idx for idx in self._ready if self._state[idx] == _READY})
-        while self._delayed and self._not_before.get(self._delayed[0][1]) != self._delayed[0][0]:
+        while self._delayed and self._delayed[0][1] not in self._held:
             heappop(self._delayed)
-        if len(self._delayed) > 2 * len(self._not_before) + _SLACK:
-            self._delayed = sorted((not_before_s, idx) for idx, not_before_s in self._not_before.items())
+        if len(self._delayed) > 2 * len(self._held) + _SLACK:
+            self._delayed = sorted(entry for entry in self._delayed if entry[1] in self._held)

@@ -489,7 +489,7 @@ class RunStore:
         idx, grade = completion.slot.schedule_idx, completion.grade
         if completion.status is not Status.SKIPPED:
             _insert_attempt(db, completion, row.counted)
-        _clear(db, completion)
+        db.execute("DELETE FROM active WHERE schedule_idx = ?", (idx,))
         db.execute(
             "INSERT INTO commits VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (

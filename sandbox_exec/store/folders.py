@@ -129,9 +129,10 @@ def read_file(folder: Path, name: str, limit: int) -> Found[bytes]:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
         finally:
             os.close(at)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            return Found(None, f"{name} is not a regular file")
         with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return Found(None, f"{name} is not a regular file")
             data = file.read(limit + 1)
     except FileNotFoundError:
         return Found(None, f"{name} is not there")

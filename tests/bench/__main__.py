@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from . import process, report
+from . import process, report, run
 from .orphans import adopt_orphans, sweep
 
 
@@ -18,7 +18,7 @@ def main() -> int:
         signal.signal(number, _interrupt)
     adopt_orphans()
     try:
-        return _process(arguments)
+        return _measure(arguments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
@@ -28,30 +28,30 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench", description="Ours beside its peers, from one run.")
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
-    command = commands.add_parser("process", help="the process sandbox: throughput, kills, traces")
-    command.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
-    command.add_argument("--json", action="store_true", help="JSON on stdout")
-    command.add_argument(
-        "--only", type=_parts, default=list(process.PARTS), metavar="PART,...", help=_PARTS_HELP
-    )
-    command.add_argument("--workers", type=int, default=2, help="trials at once (default: 2)")
-    return parser.parse_args()
-
-
-_PARTS_HELP = f"some of {', '.join(process.PARTS)}"
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = set(names) - process.PARTS.keys()
+    for name, (parts, text) in _BENCHMARKS.items():
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(parts=parts)
+        command.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
+        command.add_argument("--json", action="store_true", help="JSON on stdout")
+        command.add_argument("--only", default=",".join(parts), metavar="PART,...", help=f"some of {', '.join(parts)}")
+        command.add_argument("--workers", type=int, default=2, help="trials at once (default: 2)")
+    arguments = parser.parse_args()
+    unknown = set(arguments.only.split(",")) - arguments.parts.keys()
     if unknown:
-        raise argparse.ArgumentTypeError(f"no part is called {', '.join(sorted(unknown))}; {_PARTS_HELP}")
-    return names
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(arguments.parts)}")
+    return arguments
 
 
-def _process(arguments: argparse.Namespace) -> int:
+_BENCHMARKS = {
+    "process": (process.PARTS, "the process sandbox: throughput, kills, traces"),
+    "run": (run.PARTS, "durable runs, and the coordinator alone"),
+}
+
+
+def _measure(arguments: argparse.Namespace) -> int:
     effort = process.QUICK if arguments.quick else process.FULL
-    parts = [process.PARTS[name](effort, arguments.workers, _say) for name in arguments.only]
+    names = arguments.only.split(",")
+    parts = [arguments.parts[name](effort, arguments.workers, _say) for name in names]
     if arguments.json:
         print(report.as_json(parts))
     else:

@@ -20,9 +20,7 @@ def as_json(parts: Sequence[Part]) -> str:
     """Return all that was found; `met` is what the exit code says."""
     found = {
         "machine": machine(),
-        "parts": {
-            part.name: {"title": part.title, "rows": part.rows, "failures": part.failures} for part in parts
-        },
+        "parts": {part.name: {"title": part.title, "rows": part.rows, "failures": part.failures} for part in parts},
         "targets": [asdict(target) | {"is_met": target.is_met} for target in _targets(parts)],
         "met": all_met(parts),
     }

@@ -1,14 +1,14 @@
-"""Wants memory that no process maps, so that nobody's resident size shows it; stops by itself at 4 GiB."""
+"""Wants memory that no process maps, so that nobody's resident size shows it; stops by itself at `mib`."""
 
 import os
 import time
 from collections.abc import Callable
 
 
-def attack(ready: Callable[[dict[str, object]], object]) -> None:
+def attack(ready: Callable[[dict[str, object]], object], mib: str = "512") -> None:
     ready({})
     chunk = b"\xff" * (1 << 20)
-    for _ in range(256):  # many files: a limit on the size of one does not stop it
+    for _ in range(int(mib) // 16):  # many files: a limit on the size of one does not stop it
         hidden = os.memfd_create("hostile")
         for _ in range(16):
             os.write(hidden, chunk)

@@ -15,7 +15,7 @@ def attack(ready: Callable[[dict[str, object]], object], secret: str = "no such 
     for name in filter(str.isdigit, os.listdir("/proc")):
         for kind in ("environ", "cmdline"):
             with contextlib.suppress(OSError), open(f"/proc/{name}/{kind}", "rb") as file:
-                data = file.read()
+                data = file.read() if f"{name}/{kind}" != f"{os.getpid()}/cmdline" else b""
                 if secret.encode() in data:
                     leaks.append(f"{name}/{kind}")
                 if int(name) != os.getpid() and data:

@@ -1,0 +1,90 @@
+"""What the tests of the board and the scheduler share: boards in one line, and a coordinator in few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sandbox_exec.contracts.experiment import Design
+from sandbox_exec.contracts.status import Status
+from sandbox_exec.contracts.words import AgentSpec, Slot, Task, Variant
+from sandbox_exec.schedule.board import Board
+from sandbox_exec.schedule.scheduler import Decisions, Verdict, decide, verdict_at_commit
+
+AGENT = AgentSpec(command=("true",))
+
+
+def task(task_id: str, **fields: Any) -> Task:
+    return Task(id=task_id, input=None, **fields)
+
+
+def variant(variant_id: str, max_parallel_trials: int | None = None) -> Variant:
+    return Variant(id=variant_id, agent=AGENT, max_parallel_trials=max_parallel_trials)
+
+
+def schedule(tasks: Iterable[Task], variants: Sequence[Variant], repeats: int = 1) -> tuple[Slot, ...]:
+    cells = [(t.id, v.id, repeat) for t in tasks for v in variants for repeat in range(repeats)]
+    return tuple(
+        Slot(schedule_idx=idx, variant_id=variant_id, task_id=task_id, repeat=repeat)
+        for idx, (task_id, variant_id, repeat) in enumerate(cells)
+    )
+
+
+def board(
+    *tasks: Task | str,
+    variants: Sequence[Variant] = (variant("a"),),
+    repeats: int = 1,
+    memory: Mapping[str, int] | None = None,
+    budget: int = 100,
+    start_s: float = 0.0,
+    committed: Sequence[Status] = (),
+    active: Iterable[int] = (),
+    max_concurrency: int = 100,
+    **design: Any,
+) -> Board:
+    """Return a board of tasks x variants x repeats. `memory` is by task, 1 where it says nothing."""
+    rows = [task(each) if isinstance(each, str) else each for each in tasks]
+    ceilings = memory or {}
+    return Board(
+        schedule(rows, variants, repeats),
+        {row.id: row for row in rows},
+        {each.id: each for each in variants},
+        Design(max_concurrency=max_concurrency, **design),
+        lambda slot: ceilings.get(slot.task_id, 1),
+        budget,
+        start_s=start_s,
+        committed=committed,
+        active=active,
+    )
+
+
+def dispatched(board: Board, now_s: float = 0.0, capacity: int = 100) -> list[int]:
+    """Start what may start now, and return it."""
+    board.advance(now_s)
+    decisions = decide(board, now_s, capacity)
+    for idx in decisions.dispatch:
+        board.start(idx)
+    return list(decisions.dispatch)
+
+
+def skip_all(board: Board, now_s: float = 0.0) -> Decisions:
+    """Skip what is to be skipped now, and return the decisions."""
+    decisions = decide(board, now_s, 100)
+    for idx, reason in decisions.skip:
+        board.skip(idx, reason)
+    return decisions
+
+
+def commit(board: Board, status: Status | None) -> Verdict:
+    """Commit the slot whose turn it is, which ended as `status` (None: it was skipped)."""
+    verdict = verdict_at_commit(board, board.next_to_commit, status)
+    board.commit(board.next_to_commit, verdict.status)
+    return verdict
+
+
+def run_one(board: Board, status: Status) -> Verdict:
+    """Run and commit the slot whose turn it is, which must be ready."""
+    idx = board.next_to_commit
+    board.start(idx)
+    board.finish(idx)
+    return commit(board, status)

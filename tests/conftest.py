@@ -1,0 +1,53 @@
+"""After every test: no process, cgroup, mount, temporary folder, thread or descriptor of ours is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import leftovers
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_place() -> Iterator[None]:
+    """A temporary folder and orphans of its own, so that what is left cannot be another program's."""
+    if sys.platform != "linux":
+        yield
+        return
+    leftovers.adopt_orphans()
+    usual = tempfile.gettempdir()
+    place = tempfile.mkdtemp(prefix="sandbox-exec-tests-")
+    os.chmod(place, 0o1777)  # some tests run as another user
+    with pytest.MonkeyPatch.context() as patch:
+        if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+            patch.setenv("PYTEST_DEBUG_TEMPROOT", usual)  # where pytest keeps what a failed test wrote
+        patch.setenv("TMPDIR", place)
+        patch.setattr(tempfile, "tempdir", place)
+        yield
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_by_module(_own_place: None) -> Iterator[None]:
+    """For what the tests of a module share: a pool that is open from one test to the next, say."""
+    yield from _compare()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(_nothing_left_by_module: None) -> Iterator[None]:
+    yield from _compare()
+
+
+def _compare() -> Iterator[None]:
+    if sys.platform != "linux":
+        yield
+        return
+    before = leftovers.Picture.take()
+    yield
+    left = before.left()
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
