@@ -20,6 +20,7 @@ from sandbox_exec.errors import RunNotActive
 
 NAME = "control.sock"
 _MAX_LINE = 1 << 16
+_MAX_ANSWER = 1 << 24  # a line for each of thousands of trials in flight
 _ANSWER_S = 60.0  # a pause waits for every worker; nothing takes longer
 
 
@@ -45,11 +46,15 @@ class ControlServer:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 connection.settimeout(5)
-                line = connection.makefile("rb").readline(_MAX_LINE)
-                self.requests.put(Request(connection, json.loads(line)))
-                self._wake()
+                with connection.makefile("rb") as file:
+                    content = json.loads(file.readline(_MAX_LINE))
+            except (OSError, ValueError):
+                connection.close()
+                continue
+            self.requests.put(Request(connection, content))
+            self._wake()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -57,6 +62,8 @@ class ControlServer:
         self._socket.close()
         self._thread.join()
         self._path.unlink(missing_ok=True)
+        while not self.requests.empty():
+            self.requests.get().answer(error="the coordinator has ended")
 
 
 class Request:
@@ -72,16 +79,22 @@ class Request:
         self._connection.close()
 
 
-def ask(folder: Path, **request: Any) -> dict[str, Any]:
-    """Ask the coordinator of a run. Raises RunNotActive if there is none."""
+def ask(folder: Path, *, timeout_s: float = _ANSWER_S, **request: Any) -> dict[str, Any]:
+    """Ask the coordinator of a run. Raises RunNotActive if there is none, or it says nothing for so long."""
     with socket.socket(socket.AF_UNIX) as sock, _short(folder) as short:
         try:
             sock.connect(f"{short}/{NAME}")
         except OSError as error:
             raise RunNotActive(f"no coordinator holds the run in {folder}; start one: sandbox-exec continue") from error
-        sock.settimeout(_ANSWER_S)
-        sock.sendall(json.dumps(request).encode() + b"\n")
-        line = sock.makefile("rb").readline(_MAX_LINE)
+        sock.settimeout(timeout_s)
+        try:
+            sock.sendall(json.dumps(request).encode() + b"\n")
+            with sock.makefile("rb") as file:
+                line = file.readline(_MAX_ANSWER)
+        except TimeoutError as error:
+            raise RunNotActive(f"the coordinator of the run in {folder} said nothing for {timeout_s:g} s") from error
+        except OSError:  # it ended
+            line = b""
     answer = json.loads(line) if line else {"error": "the coordinator ended before it answered"}
     return answer if isinstance(answer, dict) else {}
 

@@ -30,6 +30,7 @@ from sandbox_exec.contracts import Contract, Isolation, Limits, Rung
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import kernel
 from sandbox_exec.sandbox import process
+from sandbox_exec.units import processors
 
 ENGINE_TIMEOUT_S: Final = 2.0  # an engine on this machine answers in milliseconds, a busy one within a second
 DEFAULT_ENGINE: Final = "unix:///var/run/docker.sock"
@@ -164,7 +165,6 @@ def _ask(probe: Probe, containment: Containment) -> None:
 
 
 def _machine() -> MachineReport:
-    has_affinity = hasattr(os, "sched_getaffinity")
     return MachineReport(
         sandbox_exec=_version(),
         system=platform.system(),
@@ -172,7 +172,7 @@ def _machine() -> MachineReport:
         architecture=platform.machine(),
         python=platform.python_version(),
         executable=sys.executable,
-        cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
+        cores=processors(),
         memory_bytes=psutil.virtual_memory().total,
         uid=os.geteuid() if hasattr(os, "geteuid") else -1,
     )

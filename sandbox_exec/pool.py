@@ -36,7 +36,7 @@ from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.process import ProcessSandbox
 from sandbox_exec.sandbox.provider import Provider, chosen
 from sandbox_exec.trial.supervisor import Supervisor
-from sandbox_exec.units import format_bytes, parse_bytes
+from sandbox_exec.units import format_bytes, parse_bytes, processors
 
 _BUDGET_SHARE = 0.8  # of the machine's memory, when the caller names no budget
 _BROKEN = "the pool's manager failed, which no agent can cause: please report it with the error below; make a new pool"
@@ -107,7 +107,7 @@ class Pool:
         """
         if max_workers is not None and max_workers < 1:
             raise InvalidValue(f"max_workers is {max_workers}; at least 1 is needed")
-        self.max_workers = max_workers or len(os.sched_getaffinity(0))
+        self.max_workers = max_workers or processors()
         self.limits = limits or Limits()
         self.memory_budget = _budget(memory_budget)
         self.containment: Containment = chosen(containment)

@@ -7,6 +7,7 @@ Upper and lower case mean the same. Bare "K", "M" and "G" are refused: some tool
 from __future__ import annotations
 
 import math
+import os
 import re
 from fractions import Fraction
 from typing import Final, NoReturn
@@ -178,3 +179,8 @@ def _plain(number: float, decimals: int) -> str:
 def _compound(total: int, large: str, small: str) -> str:
     first, rest = divmod(total, 60)
     return f"{first}{large} {rest}{small}" if rest else f"{first}{large}"
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -413,6 +413,15 @@ def test_a_holder_that_has_not_signed_yet_is_still_one(store: RunStore) -> None:
         RunStore.open(store.folder)
 
 
+def test_a_new_owner_signs_over_the_whole_name_of_one_that_was_killed(store: RunStore) -> None:
+    store.close()
+    (store.folder / LOCK_NAME).write_text('{"pid": 1, "host": "' + "long" * 100 + '", "since": "then"}')
+    with RunStore.open(store.folder):
+        held = holder(store.folder)
+        assert held is not None
+        assert held.pid == os.getpid()
+
+
 def test_asking_who_holds_a_run_never_keeps_an_owner_out(store: RunStore) -> None:
     store.close()
     done = threading.Event()

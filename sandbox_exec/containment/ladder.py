@@ -153,7 +153,7 @@ def choose(probe: Probe, wanted: str = "auto") -> Containment:
 def _try(probe: Probe, containment: Containment) -> str:
     try:
         probe(containment)
-    except SandboxUnavailable as error:
+    except (SandboxUnavailable, OSError) as error:
         return str(error)
     return ""
 

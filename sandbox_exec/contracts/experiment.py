@@ -18,7 +18,7 @@ from sandbox_exec.contracts.base import Bytes, Contract, Seconds
 from sandbox_exec.contracts.limits import MIN_MEMORY_BYTES, AbsolutePath, Count, Limits, Require
 from sandbox_exec.contracts.words import Argv, Id, Location, Ordinal, Task, Variant
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
-from sandbox_exec.units import MIB
+from sandbox_exec.units import MIB, processors
 
 MAX_SLOTS: Final = 1_000_000  # what one coordinator holds in about a gigabyte
 
@@ -37,16 +37,12 @@ def _built(order: str) -> str:
     return order
 
 
-def _processors() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 class Design(Contract):
     """How the schedule is made and worked through."""
 
     repeats: Count = Field(default=1, description="Trials of each task with each variant.")
     max_concurrency: Count = Field(
-        default_factory=_processors, description="Trials in flight. Default: the processors there are."
+        default_factory=processors, description="Trials in flight. Default: the processors there are."
     )
     order: Annotated[Literal["sequential", "priority", "adaptive"], AfterValidator(_built)] = "sequential"
     max_duration_s: Annotated[Seconds, Field(gt=0)] | None = Field(

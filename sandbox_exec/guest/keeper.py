@@ -35,6 +35,7 @@ import resource
 import select
 import signal
 import sys
+import time
 
 from . import agent, view, wire
 from . import kernel as k
@@ -73,7 +74,7 @@ class _Keeper:
     ) -> None:
         self.boot, self.slot, self.fds, self.channel = boot, slot, fds, channel
         self.private = boot["mode"] == "namespaces"
-        self.main = self.spare = 0
+        self.main = self.spare = self.swept = 0
         self.exit: int | None = None
         self.looks = self.peak = 0
         os.setsid()  # kill(0) of an agent must not reach what stands above the keeper
@@ -198,6 +199,8 @@ class _Keeper:
 
     def _end(self) -> None:
         """Kill and reap all that is left of the trial, and say so."""
+        begun = time.monotonic()
+        self.swept = 0
         left = self._sweep()
         self.main = 0
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -210,6 +213,8 @@ class _Keeper:
             int(spent),
             round(usage.ru_utime + usage.ru_stime, 6),
             self.peak,
+            self.swept,
+            round(time.monotonic() - begun, 6),
             _read_now(self.failure).decode(errors="replace"),
         )
         if not spent:
@@ -254,9 +259,7 @@ class _Keeper:
     def _wait_for_all(self) -> None:
         try:
             while True:
-                pid, status = os.waitpid(-1, 0)
-                if pid == self.main and self.exit is None:
-                    self.exit = os.waitstatus_to_exitcode(status)
+                self._note(*os.waitpid(-1, 0))
         except ChildProcessError:
             pass
 
@@ -267,10 +270,15 @@ class _Keeper:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return False
-                if pid == self.main and self.exit is None:
-                    self.exit = os.waitstatus_to_exitcode(status)
+                self._note(pid, status)
         except ChildProcessError:
             return True
+
+    def _note(self, pid: int, status: int) -> None:
+        if pid != self.main:
+            self.swept += 1
+        elif self.exit is None:
+            self.exit = os.waitstatus_to_exitcode(status)
 
     def _signal(self, signum: int) -> None:
         for pid in [-1] if self.private else self._members() or [self.main]:

@@ -34,6 +34,8 @@ class End:
     signal: int | None = None
     setup: str = ""  # why the agent never started
     fault: str = ""  # what of ours broke
+    swept: int = 0  # processes that were still there when the main one had ended
+    sweep_s: float = 0.0  # how long it took until they were gone
     left: int = 0  # processes that could not be killed: only where there is no pid namespace
     proof: str = ""
     cpu_s: float | None = None

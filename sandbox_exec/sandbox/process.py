@@ -17,6 +17,7 @@ import shutil
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,11 +212,11 @@ class ProcessSandbox:
         finally:
             os.close(request)
 
-    def _refuse(self, **why: str) -> None:
+    def _refuse(self, *, setup: str = "", fault: str = "") -> None:
         """Nothing has been started, and nothing will be in this sandbox."""
         listener, self._listener, self.spent = self._listener, None, True
         if listener:
-            listener.on_ended(End(proof="no process was started", **why))
+            listener.on_ended(End(proof="no process was started", setup=setup, fault=fault))
 
     def terminate(self) -> None:
         self._tell(keeper.TERM)
@@ -224,6 +225,8 @@ class ProcessSandbox:
         self._killing = True
         if self._cgroup and self._paused:
             self._cgroup.freeze(False)
+        if self._containment.rung is Rung.PROCESS_GROUP:
+            self._kill_tree()
         self._tell(keeper.KILL)
 
     def kill_hard(self) -> None:
@@ -371,7 +374,7 @@ class ProcessSandbox:
             self._listener.on_exceeded(cast(Literal["memory", "pids"], what))
 
     def _on_ended(self, words: str) -> None:
-        status, left, spent, cpu_s, peak, *rest = words.split(" ", 5)
+        status, left, spent, cpu_s, peak, swept, sweep_s, *rest = words.split(" ", 7)
         code = None if status == "None" else int(status)
         self.spent = self.spent or spent == "1" or self._sizes != self._pipe_sizes()
         cpu, self._cpu_before = float(cpu_s) - self._cpu_before, float(cpu_s)
@@ -382,6 +385,8 @@ class ProcessSandbox:
                 signal=-code if code is not None and code < 0 else None,
                 setup=rest[0] if rest else "",
                 left=int(left),
+                swept=int(swept),
+                sweep_s=float(sweep_s),
                 proof=self._proof(int(left)),
                 cpu_s=cpu,
                 peak_memory_bytes=self._peak_memory(),
@@ -457,6 +462,13 @@ class ProcessSandbox:
             return End(fault="" if self._killing else fault, proof=proof, peak_memory_bytes=self._peak_memory())
         left = self._kill_orphans()
         return End(fault=fault, left=left, proof="none: the keeper was lost; its orphans were looked for and killed")
+
+    def _kill_tree(self) -> None:
+        """Where the keeper can see no more than its process group: what is below it in the tree of processes."""
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.keeper_pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
     def _kill_orphans(self) -> int:
         """Of a keeper that an agent killed: its orphans are the zygote's children, or were last seen below it."""
@@ -547,13 +559,16 @@ def probe(containment: Containment) -> None:
                 loop, zygote, containment, shape, slot=0, cgroup=None, scratch=base / "0" if base else None,
                 on_ready=lambda _: None, on_gone=gone.append,
             )  # fmt: skip
-            while not sandbox.ready and not gone:
+            until_s = time.monotonic() + _PROBE_S
+            while not sandbox.ready and not gone and time.monotonic() < until_s:
                 loop.run_once(_PROBE_S)
-            if not gone:
+            if sandbox.ready:
                 launch = Launch(limits, payload=pickle.dumps((len, ("probe",), {})))
                 sandbox.start(launch, listener)
-                while listener.end is None and not gone:
+                while listener.end is None and not gone and time.monotonic() < until_s:
                     loop.run_once(_PROBE_S)
+            if not gone:
+                sandbox.kill_hard()
                 sandbox.close()
             while not gone:
                 loop.run_once(_PROBE_S)

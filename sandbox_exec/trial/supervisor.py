@@ -65,9 +65,12 @@ class Supervisor:
         self._grace_used = False
         self._frozen_at_s: float | None = None
         self._paused_s = 0.0
+        self._started_s = clock.now_s()
+        self.due_s: float | None = None
         sandbox.start(launch, self)
-        self._started_s = clock.now_s()  # after what was staged
-        self.due_s = self._started_s + limits.timeout_s if limits.timeout_s is not None else None
+        if self._state == "running":  # it may have been refused
+            self._started_s = clock.now_s()  # after what was staged
+            self.due_s = self._started_s + limits.timeout_s if limits.timeout_s is not None else None
 
     # --- time ---
 
@@ -152,14 +155,10 @@ class Supervisor:
         status, error = self._judge(end, answered, error)
         events, torn = self._trace.finish()
         kill = None
-        if was_killed or self._cause is not None:
-            latency_s = now_s - self._killed_at_s if was_killed else 0.0
-            kill = KillReport(
-                reason=self._cause or "fault",
-                latency_s=latency_s,
-                proof=end.proof,
-                grace_used=self._grace_used,
-            )
+        if was_killed or self._cause is not None or end.swept:
+            reason: KillReason = self._cause or ("fault" if was_killed else "sweep")
+            latency_s = now_s - self._killed_at_s if was_killed else end.sweep_s
+            kill = KillReport(reason=reason, latency_s=latency_s, proof=end.proof, grace_used=self._grace_used)
         self._on_outcome(
             Outcome(
                 status=status,

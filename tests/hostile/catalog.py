@@ -144,6 +144,7 @@ _ROWS = (
         escape=True,
         weak="leaves it if it may write the tree: as root, or as the user that it is delegated to",
     ),
+    _hangs("daemon_leaves_its_cgroup", "to be in no list that a kill goes by", escape=True, detaches=True),
     # To have more than its share.
     _dies("memory_hog", "all memory", MEMORY, limits=_SMALL, weak="passes the ceiling between two looks"),
     _dies("memfd_hog", "memory that nobody maps", MEMORY, limits=_SMALL, weak=UNCOUNTED),

@@ -1,0 +1,396 @@
+"""The library's door to durable runs: `run` an experiment, `continue_run` one that was interrupted, look at one.
+
+A run is a folder, `runs/<run_id>/`, which holds all that is needed to continue it: the resolved experiment with the
+digests of its inputs in run.db, the pickled functions of agents that are functions, and the trials. What the
+experiment's files say is not copied: a run whose inputs changed is not continued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from pydantic import Field
+
+from sandbox_exec.backends.base import WorkerBackend
+from sandbox_exec.backends.local import LocalBackend
+from sandbox_exec.containment import require
+from sandbox_exec.contracts import Contract, Experiment, Rung, Status
+from sandbox_exec.control import ask
+from sandbox_exec.coordinator import FUNCTIONS, Coordinator, Ending, RunCallback, limits_of
+from sandbox_exec.errors import InvalidExperiment, InvalidValue, RunNotActive
+from sandbox_exec.experiment import changed_inputs, check_files, freeze_functions, input_digests, load_experiment
+from sandbox_exec.sandbox.provider import chosen
+from sandbox_exec.schedule.slots import expand
+from sandbox_exec.store import RunStore, holder, write_atomic
+from sandbox_exec.store.db import DB_NAME
+
+RUNS: Final = "runs"  # where runs are, beside where they are started
+STATUS_S: Final = 2.0  # for a coordinator to say what is in flight; else the database's word must do
+
+_RUN_ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SLUG_CHARS: Final = 40  # of the experiment's name in a run's: what a person recognises
+_LAST_FAILURES: Final = 5
+_LOOK_BACK: Final = 1000  # commits among which the last failures are looked for: a status must not read them all
+
+RunState = Literal["created", "running", "draining", "killing", "paused", "completed", "interrupted", "failed"]
+Path_ = str | os.PathLike[str]
+
+
+class RunSummary(Contract):
+    """How a run, or this coordinator's part of it, ended. Only a `completed` one has nothing left to do."""
+
+    run_id: str
+    folder: Path
+    status: Ending
+    reason: str = Field(default="", description="Why it is not completed.")
+    slots: int
+    committed: int
+    by_status: Mapping[Status, int] = Field(description="Committed trials; a status that none has is left out.")
+    by_variant: Mapping[str, Mapping[Status, int]]
+    wall_s: float = Field(description="Of this coordinator; a run that was continued has had others.")
+
+
+class InFlight(Contract):
+    """One attempt that runs. Phase, events and memory are known to a living coordinator only."""
+
+    trial_id: str
+    variant_id: str
+    task_id: str
+    repeat: int
+    attempt: int
+    age_s: float
+    phase: str = ""
+    events: int | None = Field(default=None, description="How many it has traced.")
+    memory_bytes: int | None = Field(default=None, description="Its peak so far, where the sandbox knows it.")
+
+
+class Failure(Contract):
+    """One committed trial that did not succeed."""
+
+    trial_id: str
+    status: Status
+    error_type: str | None
+
+
+class Owner(Contract):
+    """The process that holds a run."""
+
+    pid: int | None
+    host: str | None
+    since: str | None
+
+
+class RunStatus(Contract):
+    """A run at one instant."""
+
+    run_id: str
+    folder: Path
+    status: RunState
+    reason: str = ""
+    created_at: float = Field(description="Seconds since 1970.")
+    owner: Owner | None = Field(description="None: nobody works at it.")
+    slots: int
+    committed: int
+    by_status: Mapping[Status, int]
+    in_flight: tuple[InFlight, ...]
+    last_failures: tuple[Failure, ...] = Field(description="The latest committed ones, latest last.")
+
+
+def run(
+    experiment: Experiment | Path_,
+    *,
+    runs: Path_ = RUNS,
+    run_id: str | None = None,
+    workers: int | None = None,
+    containment: str = "auto",
+    callbacks: Iterable[RunCallback] = (),
+    backend: WorkerBackend | None = None,
+    on_ready: Callable[[Coordinator], None] | None = None,
+) -> RunSummary:
+    """Make a run of an experiment, or of the file that holds one, and work at it until it ends.
+
+    runs: the folder below which the run's own is made.
+    run_id: its name; by default one of the experiment's name and the time, which no other run has.
+    workers: trials at once, in place of the design's `max_concurrency`.
+    containment: "auto", or a rung by name, to use a weaker one.
+    callbacks: told what happens, in the thread that calls this.
+    backend: where trials run; by default processes of this machine. It is closed at the end, as that would be.
+    on_ready: given the coordinator before the first trial: `drain` and `kill` may be called from anywhere.
+
+    Ctrl-C is KeyboardInterrupt, as everywhere: what is in flight is killed, and the run can be continued.
+    Raises `InvalidExperiment`, `InvalidValue` and `SandboxUnavailable` before anything has been run.
+    """
+    if isinstance(experiment, Experiment):
+        check_files(experiment)
+    else:
+        experiment = load_experiment(experiment)
+    _check_run(experiment, workers, containment, backend)
+    run_id = _checked_id(run_id) if run_id is not None else new_run_id(experiment.name)
+    folder = Path(os.path.abspath(runs)) / run_id
+    frozen, functions = freeze_functions(experiment)
+    digests = input_digests(frozen)
+    slots = expand(frozen)
+    if (folder / DB_NAME).exists():
+        raise InvalidValue(f"there is a run in {folder} already: continue it, or name another")
+    # Before the database: a run that exists has all that it needs.
+    for digest, payload in functions.items():
+        (folder / FUNCTIONS).mkdir(parents=True, exist_ok=True)
+        write_atomic(_function_file(folder, digest), payload)
+    store = RunStore.create(folder, run_id, frozen.model_dump_json(), slots, digests)
+    return _work(store, frozen, workers, containment, callbacks, backend, on_ready)
+
+
+def continue_run(
+    folder: Path_,
+    *,
+    workers: int | None = None,
+    containment: str = "auto",
+    callbacks: Iterable[RunCallback] = (),
+    backend: WorkerBackend | None = None,
+    on_ready: Callable[[Coordinator], None] | None = None,
+) -> RunSummary:
+    """Work at what is not committed of the run in `folder`, as `run` does; nothing, if it is completed.
+
+    Raises `RunLocked` if another process does so already, `InvalidExperiment` with what changed if the inputs are
+    not those that the run was made with.
+    """
+    store = RunStore.open(Path(os.path.abspath(folder)))
+    try:
+        experiment = Experiment.model_validate_json(store.run().experiment_json)
+        progress = store.progress()
+        if progress.committed < progress.slots:
+            _check_unchanged(store, experiment)
+            _check_run(experiment, workers, containment, backend)
+    except BaseException:
+        store.close()
+        raise
+    return _work(store, experiment, workers, containment, callbacks, backend, on_ready)
+
+
+def new_run_id(name: str) -> str:
+    """A name for a run: the experiment's, the time in UTC, and a few random letters."""
+    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:_SLUG_CHARS] or "run"
+    return f"{slug}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def find_run(name: Path_, runs: Path_ = RUNS) -> Path:
+    """Return the folder of a run: `name` itself if there is a run in it, or the run of that id below `runs`."""
+    named = Path(name)
+    if (named / DB_NAME).is_file():
+        return named
+    below = Path(runs) / named
+    if len(named.parts) == 1 and (below / DB_NAME).is_file():
+        return below
+    known = sorted(path.parent.name for path in Path(runs).glob(f"*/{DB_NAME}"))
+    hint = f"runs in {runs}: {', '.join(known[-10:])}" if known else f"there are no runs in {runs}"
+    raise InvalidValue(f"there is no run in {named}, nor in {below}; {hint}")
+
+
+def status_of(folder: Path_) -> RunStatus:
+    """Return how far the run in `folder` is. Only reads, and can be called while a coordinator works at it."""
+    folder = Path(os.path.abspath(folder))
+    owner = holder(folder)
+    live = _live_status(folder) if owner is not None else {}
+    with RunStore.open(folder, write=False) as store:
+        made, progress, control = store.run(), store.progress(), store.control()
+        status, reason = control.status, str(control.metadata.get("reason", ""))
+        if owner is None and status in ("created", "running", "paused"):
+            status, reason = "interrupted", "its coordinator is gone"
+        known = {one["trial_id"]: one for one in live.get("in_flight", ())}
+        now = time.time()
+        in_flight = [
+            InFlight(
+                trial_id=trial.trial_id,
+                variant_id=trial.slot.variant_id,
+                task_id=trial.slot.task_id,
+                repeat=trial.slot.repeat,
+                attempt=trial.attempt,
+                age_s=round(max(0.0, now - since), 3),
+                **_details(known.get(trial.trial_id, {})),
+            )
+            for trial, since in store.active_since()
+            # One whose attempt has ended waits for its turn to be committed; only the coordinator knows.
+            if not live or trial.trial_id in known
+        ]
+        return RunStatus(
+            run_id=made.run_id,
+            folder=folder,
+            status=live.get("status", status),
+            reason=reason,
+            created_at=made.created_at,
+            owner=Owner(pid=owner.pid, host=owner.host, since=owner.since) if owner else None,
+            slots=progress.slots,
+            committed=progress.committed,
+            by_status=progress.by_status,
+            in_flight=tuple(in_flight),
+            last_failures=_last_failures(store, progress.committed, progress.by_status),
+        )
+
+
+# --- parts ---
+
+
+def _work(
+    store: RunStore,
+    experiment: Experiment,
+    workers: int | None,
+    containment: str,
+    callbacks: Iterable[RunCallback],
+    backend: WorkerBackend | None,
+    on_ready: Callable[[Coordinator], None] | None,
+) -> RunSummary:
+    started_s = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(store)
+        slots = store.progress().slots
+        if backend is None:
+            experiment = _at_once(experiment, min(workers or experiment.design.max_concurrency, slots))
+            backend = _local_backend(experiment, containment)
+        elif workers is not None:
+            experiment = _at_once(experiment, workers)
+        stack.callback(backend.close)
+        coordinator = Coordinator(store, experiment, backend, callbacks=callbacks)
+        if on_ready is not None:
+            on_ready(coordinator)
+        end = coordinator.run()
+        progress = store.progress()
+        return RunSummary(
+            run_id=store.run().run_id,
+            folder=store.folder,
+            status=end.status,
+            reason=end.reason,
+            slots=progress.slots,
+            committed=progress.committed,
+            by_status=progress.by_status,
+            by_variant=_by_variant(store),
+            wall_s=round(time.monotonic() - started_s, 3),
+        )
+
+
+def _at_once(experiment: Experiment, trials: int) -> Experiment:
+    design = experiment.design.model_copy(update={"max_concurrency": trials})
+    return experiment.model_copy(update={"design": design})
+
+
+def _local_backend(experiment: Experiment, containment: str) -> LocalBackend:
+    functions = any(variant.agent.function is not None for variant in experiment.variants)
+    return LocalBackend(
+        experiment.design.max_concurrency,
+        limits=limits_of(experiment),
+        containment=containment,
+        preload=["cloudpickle"] if functions else [],  # what their pickles are made of
+    )
+
+
+def _check_run(experiment: Experiment, workers: int | None, containment: str, backend: WorkerBackend | None) -> None:
+    """Refuse what cannot be run, here and now, before there is a run."""
+    if workers is not None and workers < 1:
+        raise InvalidValue(f"workers is {workers}; at least 1 is needed")
+    if containment not in ("auto", *Rung):
+        raise InvalidValue(f"there is no containment {containment!r}; allowed: auto, {', '.join(Rung)}")
+    faults = [*_not_built(experiment), *_not_in_environment(experiment)]
+    if faults:
+        raise InvalidExperiment("\n  ".join(["this experiment cannot be run:", *faults]))
+    if backend is None and experiment.sandbox.require is not None:
+        for limits in limits_of(experiment):
+            require(chosen(containment), limits)
+
+
+def _not_built(experiment: Experiment) -> Iterable[str]:
+    if experiment.sandbox.kind != "process":
+        yield f"sandbox.kind: {experiment.sandbox.kind} is not built yet; allowed: process"
+    if experiment.grading is not None:
+        yield "grading: is not built yet; without it, a trial's result is kept and not judged"
+    for task in experiment.tasks:
+        if task.grading is not None:
+            yield f"task {task.id!r}: grading is not built yet; without it, the result is kept and not judged"
+            break  # if one has it, so have most
+    for variant in experiment.variants:
+        if variant.agent.artifact is not None:
+            yield f"variant {variant.id!r}: agent.artifact is not built yet; allowed: command, python"
+
+
+def _not_in_environment(experiment: Experiment) -> Iterable[str]:
+    for variant in experiment.variants:
+        missing = [name for name in variant.pass_env if name not in os.environ]
+        if missing:
+            yield f"variant {variant.id!r}: pass_env names {', '.join(missing)}, which your environment does not have"
+
+
+def _checked_id(run_id: str) -> str:
+    if not _RUN_ID.fullmatch(run_id):
+        allowed = "up to 128 letters, digits, '.', '_' and '-', the first a letter, a digit or '_'"
+        raise InvalidValue(f"{run_id!r} is not a run's id; allowed: {allowed}")
+    return run_id
+
+
+def _check_unchanged(store: RunStore, experiment: Experiment) -> None:
+    changes = changed_inputs(store.run().digests, input_digests(experiment))
+    for variant in experiment.variants:
+        digest = variant.agent.function
+        if isinstance(digest, str) and not _is_intact(_function_file(store.folder, digest), digest):
+            changes.append(f"the function of variant {variant.id!r} is gone from the run's folder, or is another")
+    if changes:
+        lines = [
+            "the inputs are not those that the run was made with, and its trials must all have the same:",
+            *changes,
+            "Put them back, or start a new run",
+        ]
+        raise InvalidExperiment("\n  ".join(lines))
+
+
+def _function_file(folder: Path, digest: str) -> Path:
+    return folder / FUNCTIONS / f"{digest}.pkl"
+
+
+def _is_intact(file: Path, digest: str) -> bool:
+    try:
+        return f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}" == digest
+    except OSError:
+        return False
+
+
+def _by_variant(store: RunStore) -> dict[str, dict[Status, int]]:
+    found: dict[str, dict[Status, int]] = {}
+    rows = store.query(
+        """SELECT s.variant_id, c.status, count(*) FROM commits c JOIN schedule s ON s.schedule_idx = c.schedule_idx
+           GROUP BY s.variant_id, c.status ORDER BY min(c.schedule_idx)"""
+    )
+    for variant_id, status, count in rows:
+        found.setdefault(variant_id, {})[Status(status)] = count
+    return found
+
+
+def _live_status(folder: Path) -> dict[str, Any]:
+    try:
+        answer = ask(folder, do="status", timeout_s=STATUS_S)
+    except RunNotActive:  # it is beginning or ending
+        return {}
+    return answer if answer.get("status") in get_args(RunState) else {}
+
+
+def _details(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: said[name] for name in ("phase", "events", "memory_bytes") if name in said}
+
+
+def _last_failures(store: RunStore, committed: int, by_status: Mapping[Status, int]) -> tuple[Failure, ...]:
+    if sum(by_status.values()) == by_status.get(Status.SUCCESS, 0):
+        return ()
+    rows = store.query(
+        """SELECT s.trial_id, c.status, c.error_type FROM commits c JOIN schedule s ON s.schedule_idx = c.schedule_idx
+           WHERE c.schedule_idx >= ? AND c.status != ? ORDER BY c.schedule_idx DESC LIMIT ?""",
+        committed - _LOOK_BACK,
+        Status.SUCCESS.value,
+        _LAST_FAILURES,
+    )
+    found = [Failure(trial_id=trial_id, status=Status(status), error_type=kind) for trial_id, status, kind in rows]
+    return tuple(reversed(found))
