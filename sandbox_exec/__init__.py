@@ -9,8 +9,6 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # typing itself is too large for the guest
 if TYPE_CHECKING:
-    from typing import Any
-
     from sandbox_exec.contracts import (
         AgentError,
         Blame,
@@ -94,7 +92,7 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

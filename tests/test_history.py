@@ -126,7 +126,7 @@ def _row(idx: int, deed: Deed, attempt: int, wall_s: float) -> CommitRow:
     )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(DEEDS, st.data())
 def test_the_same_deeds_give_the_same_bytes_in_whatever_way_they_were_committed(
     deeds: list[Deed], data: st.DataObject

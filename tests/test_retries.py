@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sandbox_exec.contracts.status import STATUS_TABLE, Retry, Status
 from sandbox_exec.contracts.words import TaskProtocol
 from sandbox_exec.schedule import retries
-from sandbox_exec.schedule.retries import NextAttempt, RetryPolicy
+from sandbox_exec.schedule.retries import NextAttempt, RetryPolicy, timeout_factor
 
 unhurried = settings(deadline=None)  # a busy machine is no fault of the code
 
@@ -73,6 +73,13 @@ def test_time_once_extended_stays_so_when_an_attempt_is_lost() -> None:
     following = after(TIMEOUT, LOST, timeout_action="extend", max_retries=3)
     assert following is not None
     assert following.timeout_factor == 2
+
+
+@pytest.mark.parametrize(("action", "factor"), [("skip", 1), ("retry", 1), ("extend", 4)])
+def test_the_time_of_the_next_attempt_follows_from_the_attempts_alone(action: str, factor: int) -> None:
+    protocol = TaskProtocol.model_validate({"timeout_action": action, "max_retries": 5})
+    assert timeout_factor(protocol, {}) == 1
+    assert timeout_factor(protocol, Counter([TIMEOUT, ERROR, TIMEOUT, LOST])) == factor
 
 
 def test_lost_attempts_wait_twice_as_long_each_time_until_their_budget_is_spent() -> None:

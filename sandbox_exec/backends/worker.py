@@ -2,9 +2,9 @@
 
 Theory of operation
   coordinator   holds a socket to the host, and one to each worker
-  host          a small process that has loaded the package once, started the zygotes, one for each view, and forks workers on
-                request:
-                a new worker is there in milliseconds. When the coordinator is gone it ends; workers live on
+  host          a small process that has loaded the package once, started the zygotes, one for each view, and forks
+                workers on request: a new one is there in milliseconds. When the coordinator is gone it ends;
+                workers live on
   worker        runs one attempt at a time with a sandbox of its own. From the coordinator come JSON lines: a folder
                 to run, freeze, thaw, stop. To it go: started, beat, frozen, finished. When the coordinator is gone
                 the worker ends its attempt as usual, deadline included, leaves completion.json, and exits

@@ -21,6 +21,7 @@ _LENGTH = struct.Struct(">I")
 _INT_SIZE = array.array("i").itemsize
 MAX_FDS = 32
 _CHUNK = 1 << 16
+_CLOSE_ON_EXEC = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)  # no program that is started here inherits what came
 
 
 def send_line(sock: _socket.socket, kind: str, *words: object, fds: tuple[int, ...] = ()) -> None:
@@ -83,7 +84,8 @@ def receive_dict(sock: _socket.socket) -> tuple[dict[str, Any], list[int]] | Non
 
 
 def receive(sock: _socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
-    data, ancillary, _flags, _address = sock.recvmsg(size, _socket.CMSG_SPACE(MAX_FDS * _INT_SIZE), flags)
+    space = _socket.CMSG_SPACE(MAX_FDS * _INT_SIZE)
+    data, ancillary, _flags, _address = sock.recvmsg(size, space, flags | _CLOSE_ON_EXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:
         if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:

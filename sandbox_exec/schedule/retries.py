@@ -77,8 +77,13 @@ class RetryPolicy:
                     after_s = min(retry_after_s, LONGEST_RETRY_AFTER_S) + _jitter(turned_away, seed)
             case _:
                 return None
-        doublings = attempts.get(Status.TASK_TIMEOUT, 0) if protocol.timeout_action == "extend" else 0
-        return NextAttempt(after_s, 2 ** min(doublings, MAX_DOUBLINGS))
+        return NextAttempt(after_s, timeout_factor(protocol, attempts))
+
+
+def timeout_factor(protocol: TaskProtocol, attempts: Mapping[Status, int]) -> int:
+    """Return by what the time for the task is multiplied in the attempt after these, also when a run continues."""
+    doublings = attempts.get(Status.TASK_TIMEOUT, 0) if protocol.timeout_action == "extend" else 0
+    return 1 << min(doublings, MAX_DOUBLINGS)
 
 
 def _retries_of_timeouts(protocol: TaskProtocol) -> int:
