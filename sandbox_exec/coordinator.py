@@ -47,7 +47,7 @@ from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.control import ControlServer, Request
 from sandbox_exec.errors import ProtocolFault, StoreFull
 from sandbox_exec.schedule.board import Board
-from sandbox_exec.schedule.retries import RetryPolicy
+from sandbox_exec.schedule.retries import RetryPolicy, timeout_factor
 from sandbox_exec.schedule.scheduler import Decisions, decide, verdict_at_commit
 from sandbox_exec.store import CommitRow, RunStore, attempt_folder, read_completion
 from sandbox_exec.store.folders import TRIALS
@@ -90,11 +90,11 @@ class _Trial:
 
     ended: Counter[Status] = field(default_factory=Counter)
     attempt: int = 0  # the last that was dispatched
-    timeout_factor: int = 1
     ticket: WorkerTicket | None = None
     since: float = 0.0
     phase: str = ""
     events: int = 0
+    memory_bytes: int | None = None
     completion: TrialCompletion | None = None  # of the last attempt, if its turn is near; else it waits as a file
 
 
@@ -122,9 +122,15 @@ class Coordinator:
         self._trials: dict[int, _Trial] = {}
         self._mode: Literal["running", "draining", "killing", "paused"] = "running"
         self._reason = ""
+        self._frozen = False  # what runs stands still
         self._by_task: dict[str, list[TrialCompletion]] = {}
         self._task_slots = Counter[str]()
         self._control: ControlServer | None = None
+
+    @property
+    def mode(self) -> Literal["running", "draining", "killing", "paused"]:
+        """What it is at: for people who watch."""
+        return self._mode
 
     # --- from outside: a signal handler, or the thread that listens ---
 
@@ -167,6 +173,8 @@ class Coordinator:
         self._call("on_run_start", self)
         while True:
             self._obey_requests()
+            if self._frozen and self._mode == "draining":
+                self._thaw()  # or what is to finish never would
             wake_s = self._turn()
             if self.board.done:
                 return RunEnd("completed")
@@ -264,7 +272,7 @@ class Coordinator:
         dispatch = self._make_dispatch(slot, trial)
         (folder / "dispatch.json").write_text(dispatch.model_dump_json())
         trial.ticket = ticket = self.backend.submit(dispatch, folder)
-        trial.since, trial.phase, trial.events = time.time(), "", 0
+        trial.since, trial.phase, trial.events, trial.memory_bytes = time.time(), "", 0, None
         active = ActiveTrial(
             slot=slot, trial_id=dispatch.trial_id, attempt=trial.attempt, folder=folder, worker=ticket.worker
         )
@@ -276,8 +284,9 @@ class Coordinator:
         task, variant = self._tasks[slot.task_id], self._variants[slot.variant_id]
         trial_id = derive_trial_id(slot)
         limits, variant = self._limits_for(task.protocol.timeout_s, variant.id)
-        if trial.timeout_factor > 1 and limits.timeout_s is not None:
-            limits = limits.model_copy(update={"timeout_s": limits.timeout_s * trial.timeout_factor})
+        factor = timeout_factor(task.protocol, trial.ended)
+        if factor > 1 and limits.timeout_s is not None:
+            limits = limits.model_copy(update={"timeout_s": limits.timeout_s * factor})
         function = variant.agent.function
         return TrialDispatch(
             slot=slot,
@@ -309,8 +318,8 @@ class Coordinator:
         match event:
             case Started():
                 self._call("on_trial_start", slot, ticket.attempt)
-            case Traced(_, phase, events):
-                trial.phase, trial.events = phase, events
+            case Traced(_, phase, events, memory_bytes):
+                trial.phase, trial.events, trial.memory_bytes = phase, events, memory_bytes
                 self._call("on_trace", slot, phase, events)
             case Finished():
                 self._on_finished(slot, trial, ticket)
@@ -342,7 +351,7 @@ class Coordinator:
         if not is_counted(status):
             error = completion.error.message if completion.error else ""
             self.store.event("attempt_lost", trial_id=completion.trial_id, attempt=completion.attempt, reason=error)
-        cancelled = status is Status.CANCELLED and self._mode == "killing"
+        cancelled = status is Status.CANCELLED  # by us, or by one before us that was ended: it says nothing of the agent
         following = self._policy.next_attempt(
             status,
             self._tasks[slot.task_id].protocol,
@@ -351,8 +360,7 @@ class Coordinator:
             retry_after_s=completion.retry_after_s,
         )
         if cancelled or following is not None:
-            self.store.record_attempt(completion, is_counted(status) and not cancelled)
-            trial.timeout_factor = following.timeout_factor if following else trial.timeout_factor
+            self.store.record_attempt(completion, is_counted(status))
             self.board.requeue(idx, self._clock.now_s() + (following.after_s if following else 0.0))
             self._at("requeued")
             return
@@ -430,7 +438,7 @@ class Coordinator:
                 self._pause(request)
             case {"do": "resume"}:
                 self._resume()
-                request.answer(status="running")
+                request.answer(status=self._mode)
             case {"do": "stop", **rest}:
                 (self.kill if rest.get("now") else self.drain)("stopped on request")
                 request.answer(status="stopping")
@@ -441,7 +449,10 @@ class Coordinator:
 
     def _pause(self, request: Request) -> None:
         """Stop dispatching first, then freeze what runs. Who does not freeze in time ends the run as interrupted."""
-        self._mode = "paused"
+        if self._mode in ("draining", "killing"):
+            request.answer(error="the run is being stopped")
+            return
+        self._mode, self._frozen = "paused", True
         tickets = [trial.ticket for trial in self._trials.values() if trial.ticket is not None]
         awake = [t for t in tickets if not self.backend.pause(t, PAUSE_S).frozen]
         if awake:
@@ -455,11 +466,15 @@ class Coordinator:
 
     def _resume(self) -> None:
         if self._mode == "paused":
-            for trial in self._trials.values():
-                if trial.ticket is not None:
-                    self.backend.resume(trial.ticket)
+            self._thaw()
             self._mode = "running"
             self.store.set_control("running")
+
+    def _thaw(self) -> None:
+        self._frozen = False
+        for trial in self._trials.values():
+            if trial.ticket is not None:
+                self.backend.resume(trial.ticket)
 
     def _stop_all(self) -> None:
         for trial in self._trials.values():
@@ -467,19 +482,25 @@ class Coordinator:
                 self.backend.stop(trial.ticket, self._reason)
 
     def in_flight(self) -> list[dict[str, Any]]:
-        """What runs now, for people who watch."""
+        """What runs now, for people who watch; in the order of the schedule."""
         now = time.time()
-        return [
-            {
-                "trial_id": trial.ticket.trial_id,
-                "attempt": trial.attempt,
-                "phase": trial.phase,
-                "age_s": round(now - trial.since, 3),
-                "events": trial.events,
-            }
-            for trial in self._trials.values()
-            if trial.ticket is not None
-        ]
+        found = []
+        for idx in sorted(self.board.in_flight):
+            slot, trial = self.board.slots[idx], self._trials[idx]
+            found.append(
+                {
+                    "trial_id": derive_trial_id(slot),
+                    "variant_id": slot.variant_id,
+                    "task_id": slot.task_id,
+                    "repeat": slot.repeat,
+                    "attempt": trial.attempt,
+                    "phase": trial.phase,
+                    "age_s": round(now - trial.since, 3),
+                    "events": trial.events,
+                    "memory_bytes": trial.memory_bytes,
+                }
+            )
+        return found
 
     def _call(self, name: str, *arguments: Any) -> None:
         for callback in self._callbacks:

@@ -92,6 +92,9 @@ class FakeSandbox:
         self.asked.append("thaw")
         self.paused_s = paused_s
 
+    def peak_memory_bytes(self) -> int | None:
+        return None
+
     def read_file(self, path: str, limit: int) -> bytes | None:
         found = self.files.get(path)
         if isinstance(found, Exception):

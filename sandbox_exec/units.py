@@ -63,6 +63,8 @@ def parse_bytes(value: object) -> int:
     A fraction of a byte that a unit leaves ("1.1GiB") is cut off, so a ceiling is never more than was asked.
     Raises `InvalidValue` for anything else, and for sizes below 0 or above 2**63 - 1.
     """
+    if type(value) is int and 0 <= value <= MAX_BYTES:  # nearly always: a fraction is dear
+        return value
     size = _bytes_from_text(value) if isinstance(value, str) else _number(value, "size", _BYTES_ALLOWED)
     if size.denominator != 1:
         _refuse("size", value, _BYTES_ALLOWED, "not a whole number of bytes")
@@ -77,6 +79,8 @@ def parse_seconds(value: object) -> float:
     In a compound, units go from large to small and none twice. Raises `InvalidValue` for anything else, and
     for durations below 0 or above 1e9 seconds.
     """
+    if type(value) in (int, float) and 0 <= value <= MAX_SECONDS:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
     seconds = (
         _seconds_from_text(value) if isinstance(value, str) else _number(value, "duration", _SECONDS_ALLOWED)
     )

@@ -138,6 +138,7 @@ class Script:
         import sys
         import textwrap
 
+        self._children = _children()
         path = folder / "script.py"
         path.write_text(textwrap.dedent(text))
         self.process: subprocess.Popen[str] = subprocess.Popen(
@@ -181,6 +182,14 @@ class Script:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+        for pid in _children() - self._children:  # its orphans have come to us
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _children() -> set[int]:
+    import psutil
+
+    return {child.pid for child in psutil.Process().children()}
 
 
 def spin_until(condition: object, what: str) -> None:

@@ -35,6 +35,8 @@ from sandbox_exec.sandbox.loop import Loop
 
 HUNG_S = 15.0  # without a beat; on a machine under load a beat can be seconds late
 _START_S = 60.0
+# What the caller can import, agents can, and what they can import they see: so not what the shell happens to be in.
+_HOST = "import sys; sys.path[:] = {path!r}; from sandbox_exec.backends import worker; worker.host({fd})"
 
 
 @dataclass(eq=False)
@@ -188,9 +190,10 @@ class LocalBackend:
         if self._host is not None and self._host.poll() is None:
             return
         ours, theirs = socket.socketpair()
+        path = [os.path.abspath(entry) for entry in sys.path]
         with theirs:
             self._host = subprocess.Popen(
-                [sys.executable, "-m", "sandbox_exec.backends.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _HOST.format(path=path, fd=theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -235,8 +238,8 @@ class LocalBackend:
                 worker.frozen.add(label)
             case {"started": _} if ticket:
                 self._events.append(Started(ticket))
-            case {"beat": {"phase": phase, "events": events}} if ticket:
-                self._events.append(Traced(ticket, phase, events))
+            case {"beat": {"phase": phase, "events": events, "memory": memory_bytes}} if ticket:
+                self._events.append(Traced(ticket, phase, events, memory_bytes))
             case {"finished": _} if ticket:
                 worker.ticket = None
                 self._events.append(Finished(ticket))

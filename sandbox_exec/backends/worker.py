@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from sandbox_exec.clock import MonotonicClock
 from sandbox_exec.containment import View, build_view
 from sandbox_exec.contracts import TrialCompletion, TrialDispatch
+from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import wire
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.process import boot_zygote
@@ -47,7 +48,11 @@ def host(control_fd: int) -> None:
     if first is None:
         return
     settings = first[0]
-    containment = chosen(settings["containment"])
+    try:
+        containment = chosen(settings["containment"])
+    except SandboxUnavailable as error:
+        wire.send_line(control, "failed", error)
+        return
     views = {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}
     with contextlib.ExitStack() as stack:
         zygotes = {}
@@ -120,7 +125,10 @@ class Worker:
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + BEAT_S
             executor = self._executor
-            beat = {"phase": executor.phase, "events": executor.recorder.events} if executor else {}
+            beat: dict[str, Any] = {}
+            if executor is not None:
+                memory = executor.supervisor.memory_bytes if executor.supervisor else None
+                beat = {"phase": executor.phase, "events": executor.recorder.events, "memory": memory}
             self._say(beat=beat)
         supervisor = self._executor.supervisor if self._executor else None
         if supervisor is not None and supervisor.due_s is not None and supervisor.due_s <= now_s:
@@ -134,6 +142,8 @@ class Worker:
         if not data:
             self._orphan = True
             self._loop.remove(self._channel.fileno())
+            if self._executor is not None and self._executor.supervisor is not None:
+                self._executor.supervisor.thaw()  # nobody else will
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
@@ -178,7 +188,3 @@ class Worker:
         if not self._orphan:
             with contextlib.suppress(OSError):  # it is gone: we notice when we read
                 self._channel.sendall(json.dumps(message).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    host(int(sys.argv[1]))

@@ -254,7 +254,7 @@ class _Keeper:
             if self._no_children() and not members:  # in this order: what is dead is a member until it is reaped
                 return 0
             select.select([], [], [], 0.0005)  # they are dying: let them
-        return len(members)
+        return len(members) or int(not self._no_children())
 
     def _wait_for_all(self) -> None:
         try:
@@ -290,7 +290,9 @@ class _Keeper:
             return [pid for pid in _all_pids() if pid != 1]
         if "procs" in self.fds:
             os.lseek(self.fds["procs"], 0, os.SEEK_SET)
-            return [int(line) for line in _read_all(self.fds["procs"]).split()]
+            listed = map(int, _read_all(self.fds["procs"]).split())
+            # Who may write the tree of cgroups leaves its own; it is still below us.
+            return list({*listed, *_descendants(os.getpid())})
         if sys.platform != "linux" or self.boot["mode"] == "process-group":
             return []
         return _descendants(os.getpid())

@@ -78,6 +78,9 @@ class Sandbox(Protocol):
     def thaw(self, paused_s: float) -> None:
         """Go on, after so many seconds in all that do not count."""
 
+    def peak_memory_bytes(self) -> int | None:
+        """The most that the trial has used so far; None where that is not known."""
+
     def read_file(self, path: str, limit: int) -> bytes | None:
         """A regular file that the trial left, such as "out/result.json"; None if there is none.
 

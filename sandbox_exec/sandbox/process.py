@@ -389,7 +389,7 @@ class ProcessSandbox:
                 sweep_s=float(sweep_s),
                 proof=self._proof(int(left)),
                 cpu_s=cpu,
-                peak_memory_bytes=self._peak_memory(),
+                peak_memory_bytes=self.peak_memory_bytes(),
                 disk_full=self._is_full(),
             )
         )
@@ -406,7 +406,7 @@ class ProcessSandbox:
                 return "the keeper, a subreaper, has no child left"
         return "the process group is empty; what left it was not seen"
 
-    def _peak_memory(self) -> int | None:
+    def peak_memory_bytes(self) -> int | None:
         peak = self._cgroup.peak_memory_bytes() if self._cgroup else None
         return peak if peak is not None else self._peak or None
 
@@ -459,7 +459,7 @@ class ProcessSandbox:
         fault = self._fault or "the keeper ended before its trial did"
         if self._containment.rung.namespaced:
             proof = "init of the pid namespace is gone, and the kernel killed all in it first"
-            return End(fault="" if self._killing else fault, proof=proof, peak_memory_bytes=self._peak_memory())
+            return End(fault="" if self._killing else fault, proof=proof, peak_memory_bytes=self.peak_memory_bytes())
         left = self._kill_orphans()
         return End(fault=fault, left=left, proof="none: the keeper was lost; its orphans were looked for and killed")
 
@@ -568,7 +568,8 @@ def probe(containment: Containment) -> None:
                 while listener.end is None and not gone and time.monotonic() < until_s:
                     loop.run_once(_PROBE_S)
             if not gone:
-                sandbox.kill_hard()
+                if listener.end is None:
+                    sandbox.kill_hard()
                 sandbox.close()
             while not gone:
                 loop.run_once(_PROBE_S)

@@ -7,6 +7,7 @@ whatever happens to the worker or to the coordinator.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -49,6 +50,8 @@ class Executor:
         except (OSError, InvalidValue) as error:
             self._fail(Status.SETUP_FAILED, "SetupFailed", str(error))
             return
+        if b"cloudpickle" in self._launch.payload:
+            provider.preload("cloudpickle")
         provider.acquire(
             0,
             dispatch.limits,
@@ -150,8 +153,13 @@ def build_launch(dispatch: TrialDispatch, environ: Mapping[str, str]) -> Launch:
         call: tuple[Any, ...] = (entry.call, (str(dispatch.base), module, function, task), {})
         return Launch(payload=pickle.dumps(call), **common)
     if dispatch.payload is not None:
-        return Launch(payload=_with_argument(dispatch.payload.read_bytes(), task), **common)
+        return Launch(payload=_with_argument(_read_function(dispatch.payload), task), **common)
     raise InvalidValue("this agent is neither a command nor a function; artifacts come with the Docker sandbox")
+
+
+@functools.lru_cache(maxsize=16)  # named by its digest: it does not change
+def _read_function(path: Path) -> bytes:
+    return path.read_bytes()
 
 
 def _with_argument(function: bytes, task: dict[str, Any]) -> bytes:

@@ -88,6 +88,11 @@ class Supervisor:
             self.due_s = None
             self._sandbox.kill_hard()
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """The trial's peak so far, where that is known while it runs."""
+        return self._sandbox.peak_memory_bytes()
+
     def freeze(self) -> None:
         """Stop every process of the trial, and its clock."""
         if self._frozen_at_s is None and self._state == "running":

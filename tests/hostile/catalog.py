@@ -121,6 +121,7 @@ _ROWS = (
     _hangs("stops_itself", "neither to end nor to answer"),
     _hangs("stops_parent_and_supervisor", "nobody to watch the deadline", arguments=_PIDNS, weak=HARMS),
     _hangs("kills_parent", "its watcher dead", arguments=_PIDNS, weak=HARMS),
+    _hangs("daemon_kills_parent", "no watcher to find it", arguments=_PIDNS, detaches=True, weak=HARMS),
     _dies("kills_supervisor_and_everyone", "everybody dead", arguments=_PIDNS, weak=HARMS),
     _hangs("starves_its_parent", "its watcher to fail", arguments=_PIDNS, escape=True, weak=HARMS),
     _hangs("ptraces_everyone", "to hold others still", arguments=_PIDNS, escape=True, weak=HARMS),
