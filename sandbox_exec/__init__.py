@@ -1,8 +1,9 @@
 """Run untrusted agents in sandboxes that can truly be killed.
 
 `Pool` calls a function or a command in a sandbox and gives back an `Outcome`, never a hang; `Limits` says
-what the call may use. Names are loaded when they are first used, so that the part that runs inside a sandbox
-(`sandbox_exec.guest`) starts without loading the rest.
+what the call may use. `run` works through an `Experiment`, durably, and `continue_run` goes on with it. Names are
+loaded when they are first used, so that the part that runs inside a sandbox (`sandbox_exec.guest`) starts without
+loading the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from sandbox_exec.contracts import (
         AgentError,
         Blame,
+        Experiment,
         Isolation,
         KillReport,
         Limits,
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         Status,
         Usage,
     )
+    from sandbox_exec.coordinator import RunCallback
     from sandbox_exec.errors import (
         AgentFailed,
         BrokenPool,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     )
     from sandbox_exec.guest import TrialContext, TrialTimeout, context
     from sandbox_exec.pool import Command, Pool
+    from sandbox_exec.runs import continue_run, run
 
 __version__ = "0.1.0"
 
@@ -42,6 +46,7 @@ __all__ = [
     "Blame",
     "BrokenPool",
     "Command",
+    "Experiment",
     "InvalidExperiment",
     "InvalidValue",
     "Isolation",
@@ -51,6 +56,7 @@ __all__ = [
     "Pool",
     "PoolClosed",
     "PreflightFailed",
+    "RunCallback",
     "RunLocked",
     "Rung",
     "SandboxExecError",
@@ -61,12 +67,15 @@ __all__ = [
     "Usage",
     "__version__",
     "context",
+    "continue_run",
+    "run",
 ]
 
 _HOME = {
     "sandbox_exec.contracts": (
         "AgentError",
         "Blame",
+        "Experiment",
         "Isolation",
         "KillReport",
         "Limits",
@@ -75,6 +84,7 @@ _HOME = {
         "Status",
         "Usage",
     ),
+    "sandbox_exec.coordinator": ("RunCallback",),
     "sandbox_exec.errors": (
         "AgentFailed",
         "BrokenPool",
@@ -88,6 +98,7 @@ _HOME = {
     ),
     "sandbox_exec.guest": ("TrialContext", "TrialTimeout", "context"),
     "sandbox_exec.pool": ("Command", "Pool"),
+    "sandbox_exec.runs": ("continue_run", "run"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

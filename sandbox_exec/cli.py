@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, get_args
 import typer
 
 from sandbox_exec import __version__
+from sandbox_exec.cli_runs import register
 from sandbox_exec.contracts import Limits, Require
 from sandbox_exec.errors import (
     InvalidExperiment,
@@ -118,6 +119,9 @@ def doctor(
         raise SandboxUnavailable("no sandbox can be had here: `rungs` says why, for each")
     if require is not None:
         hold_to(chosen(), Limits.model_validate({"require": require}))  # as a Pool does it
+
+
+register(app)  # what is about durable runs
 
 
 # --- for people ------------------------------------------------------------------------------------

@@ -351,7 +351,7 @@ class Coordinator:
         if not is_counted(status):
             error = completion.error.message if completion.error else ""
             self.store.event("attempt_lost", trial_id=completion.trial_id, attempt=completion.attempt, reason=error)
-        cancelled = status is Status.CANCELLED  # by us, or by one before us that was ended: it says nothing of the agent
+        cancelled = status is Status.CANCELLED  # by us, or by one before us: nothing of the agent's
         following = self._policy.next_attempt(
             status,
             self._tasks[slot.task_id].protocol,

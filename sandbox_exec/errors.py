@@ -6,7 +6,10 @@ only `Outcome.unwrap()` raises, because its caller asked for the value or an exc
 
 from __future__ import annotations
 
-from typing import Any
+import errno
+from typing import Any, Final
+
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})  # how the kernel says what `StoreFull` says
 
 
 class SandboxExecError(Exception):

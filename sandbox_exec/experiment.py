@@ -209,9 +209,9 @@ def _build(data: Any, base: Path, origin: _Origin) -> Experiment:
     try:
         experiment = Experiment(**fields, base=base, sources=sources)
     except InvalidExperiment as error:
-        cause = error.__cause__
+        cause, noted_locs = error.__cause__, origin.lost | {fault.loc for fault in known}
         for fault in faults_of(cause) if isinstance(cause, ValidationError) else [Fault((), str(error))]:
-            if fault.loc not in origin.lost and fault.loc not in {one.loc for one in known}:
+            if fault.loc not in noted_locs:
                 origin.add(fault)
         origin.refuse()
     if origin.problems:

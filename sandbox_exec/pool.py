@@ -121,6 +121,7 @@ class Pool:
         self._closed = False
         self._lock = threading.Lock()
         self._manager: _Manager | None = None
+        _pools.add(self)
 
     # --- calls ---
 
@@ -248,6 +249,7 @@ class _Call:
         return self.launch.limits.memory or 0
 
 
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _managers: weakref.WeakSet[_Manager] = weakref.WeakSet()
 
 
@@ -426,6 +428,8 @@ def _unavailable(reason: str) -> Outcome:
 
 
 def _after_fork_in_child() -> None:
+    for pool in list(_pools):
+        pool._lock = threading.Lock()  # a thread that is not here may have held it
     for manager in list(_managers):
         _managers.discard(manager)
         manager.abandon()

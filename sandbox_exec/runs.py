@@ -42,7 +42,7 @@ _LAST_FAILURES: Final = 5
 _LOOK_BACK: Final = 1000  # commits among which the last failures are looked for: a status must not read them all
 
 RunState = Literal["created", "running", "draining", "killing", "paused", "completed", "interrupted", "failed"]
-Path_ = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 class RunSummary(Contract):
@@ -106,9 +106,9 @@ class RunStatus(Contract):
 
 
 def run(
-    experiment: Experiment | Path_,
+    experiment: Experiment | PathLike,
     *,
-    runs: Path_ = RUNS,
+    runs: PathLike = RUNS,
     run_id: str | None = None,
     workers: int | None = None,
     containment: str = "auto",
@@ -150,7 +150,7 @@ def run(
 
 
 def continue_run(
-    folder: Path_,
+    folder: PathLike,
     *,
     workers: int | None = None,
     containment: str = "auto",
@@ -182,7 +182,7 @@ def new_run_id(name: str) -> str:
     return f"{slug}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def find_run(name: Path_, runs: Path_ = RUNS) -> Path:
+def find_run(name: PathLike, runs: PathLike = RUNS) -> Path:
     """Return the folder of a run: `name` itself if there is a run in it, or the run of that id below `runs`."""
     named = Path(name)
     if (named / DB_NAME).is_file():
@@ -195,7 +195,7 @@ def find_run(name: Path_, runs: Path_ = RUNS) -> Path:
     raise InvalidValue(f"there is no run in {named}, nor in {below}; {hint}")
 
 
-def status_of(folder: Path_) -> RunStatus:
+def status_of(folder: PathLike) -> RunStatus:
     """Return how far the run in `folder` is. Only reads, and can be called while a coordinator works at it."""
     folder = Path(os.path.abspath(folder))
     owner = holder(folder)

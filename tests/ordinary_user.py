@@ -15,13 +15,13 @@ its uid; on a machine that forbids that, `start` raises PermissionError.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,24 +80,33 @@ def start(
     return Driver(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True))
 
 
-@contextlib.contextmanager
-def delegated_cgroups(homes: Sequence[Path], uid: int) -> Iterator[list[Path]]:
-    """A cgroup in each hierarchy that belongs to `uid`. Fails at the end if anything is left in one."""
-    made: list[Path] = []
-    try:
-        for home in homes:
-            folder = home / f"sandbox-exec-delegated-{os.getpid()}-{time.monotonic_ns()}"
+class DelegatedCgroups:
+    """A cgroup in each hierarchy that belongs to `uid`. `left` says, at the end, what had been left in them."""
+
+    def __init__(self, homes: Sequence[Path], uid: int) -> None:
+        self._homes, self._uid = homes, uid
+        self.folders: list[Path] = []
+        self.left: list[str] = []
+
+    def __enter__(self) -> DelegatedCgroups:
+        for home in self._homes:
+            folder = home / f"sandbox-exec-delegated-{os.getpid()}-{next(_counter)}"
             folder.mkdir()
-            made.append(folder)
+            self.folders.append(folder)
             for path in (folder, *(folder / name for name in _DELEGATED)):
                 if path.exists():
-                    os.chown(path, uid, uid)
-        yield made
-    finally:
-        for folder in made:
-            folder.rmdir()
+                    os.chown(path, self._uid, self._uid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for top in self.folders:
+            below = [Path(folder) for folder, _, _ in os.walk(top, topdown=False)]
+            self.left += [str(folder.relative_to(top)) for folder in below if folder != top]
+            for folder in below:
+                folder.rmdir()
 
 
+_counter = itertools.count()
 _DELEGATED = ("cgroup.procs", "cgroup.threads", "cgroup.subtree_control", "tasks")
 
 

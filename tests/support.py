@@ -138,7 +138,7 @@ class Script:
         import sys
         import textwrap
 
-        self._children = _children()
+        self._children = children()
         path = folder / "script.py"
         path.write_text(textwrap.dedent(text))
         self.process: subprocess.Popen[str] = subprocess.Popen(
@@ -182,14 +182,22 @@ class Script:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
-        for pid in _children() - self._children:  # its orphans have come to us
-            os.waitpid(pid, os.WNOHANG)
+        reap(children() - self._children)  # its orphans have come to us
 
 
-def _children() -> set[int]:
+def children() -> set[int]:
     import psutil
 
     return {child.pid for child in psutil.Process().children()}
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Those that have ended; one that has not is a leak, and for others to find."""
+    for pid in pids:
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            pass  # reaped by whoever started it
 
 
 def spin_until(condition: object, what: str) -> None:

@@ -509,7 +509,7 @@ def test_any_bytes_of_a_grader_are_a_grade_or_refused(raw: bytes) -> None:
 def test_the_messages_about_a_trial_are_the_same_after_json() -> None:
     trial: dict[str, Any] = {"slot": SLOT, "trial_id": derive_trial_id(SLOT), "attempt": 1}
     messages = [
-        TrialDispatch(**trial, seed=9, task=TASK, variant=VARIANT, limits=Limits(memory="1GiB")),
+        TrialDispatch(**trial, seed=9, task=TASK, variant=VARIANT, limits=Limits(memory="1GiB"), base=Path("/e")),
         TrialCompletion(
             **trial,
             status=Status.SUCCESS,
@@ -542,6 +542,7 @@ def test_a_dispatch_of_another_task_than_its_slots_is_refused() -> None:
             task=other,
             variant=VARIANT,
             limits=Limits(),
+            base=Path("/e"),
         )
 
 

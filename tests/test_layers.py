@@ -31,10 +31,13 @@ LAYERS: list[set[str]] = [
     {"schedule"},
     {"store"},
     {"backends"},
+    {"control"},
     {"coordinator"},
-    {"pool", "doctor", "preflight", "report", "viewer"},
+    {"pool", "runs", "doctor", "preflight", "report", "viewer"},
     {ROOT},  # re-exports, for users; above it, a name is imported from where it lives
-    {"cli", "testing"},
+    {"display", "testing"},
+    {"cli_runs"},
+    {"cli"},
     {"__main__"},
 ]
 # A trusted result is made with what made the callable. Inside a function only: no other trial loads it.

@@ -394,6 +394,33 @@ print(pool.submit(abs, -8).result().value, flush=True)
         assert script.end()[0] == 0
 
 
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(tmp_path: Path, meeting: Meeting) -> None:
+    text = """
+import os, threading
+pool = Pool(1)
+held, go_on = threading.Event(), threading.Event()
+def submit_slowly():
+    with pool._lock:
+        held.set()
+        go_on.wait()
+thread = threading.Thread(target=submit_slowly)
+thread.start()
+held.wait()
+if os.fork() == 0:
+    print(pool.submit(abs, -7).result().value, flush=True)
+    pool.shutdown()
+    os._exit(0)
+os.wait()
+go_on.set()
+thread.join()
+print(pool.submit(abs, -8).result().value, flush=True)
+"""
+    with start(tmp_path, meeting, text) as script:
+        script.expect("7")
+        script.expect("8")
+        assert script.end()[0] == 0
+
+
 def test_sandboxes_die_with_their_caller_though_a_forked_child_of_it_lives_on(tmp_path: Path, meeting: Meeting) -> None:
     text = """
 import os

@@ -7,6 +7,7 @@ is a fault of the backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -27,6 +28,8 @@ class WorkerTicket:
 
 @dataclass(frozen=True)
 class Started:
+    """The attempt's sandbox is there, and its agent begins."""
+
     ticket: WorkerTicket
 
 
@@ -80,7 +83,7 @@ class WorkerBackend(Protocol):
         """Reserve an idle worker for it; never more than `capacity()` at a time.
 
         The worker hears of it in `begin`: in between, the coordinator records who will run what, so that after a
-        crash it knows whom to look for.
+        crash it knows whom to look for. Raises SandboxUnavailable if no worker can be had.
         """
 
     def begin(self, ticket: WorkerTicket) -> None:
@@ -92,17 +95,20 @@ class WorkerBackend(Protocol):
     def wake(self) -> None:
         """From any thread or signal handler: let `poll` return."""
 
-    def pause(self, ticket: WorkerTicket, timeout_s: float) -> PauseAck: ...
+    def pause(self, tickets: Sequence[WorkerTicket], timeout_s: float) -> list[PauseAck]:
+        """Freeze them all at once, deadlines included; wait so long in all for those that do not say that they are."""
 
-    def resume(self, ticket: WorkerTicket) -> None: ...
+    def resume(self, ticket: WorkerTicket) -> None:
+        """Let a frozen attempt go on, with the time that it had left. Nothing, if it has ended or is not frozen."""
 
     def stop(self, ticket: WorkerTicket, reason: str) -> None:
-        """Kill the attempt; its completion says `cancelled`."""
+        """Kill the attempt, frozen or not; its completion says `cancelled`. Nothing, if it has ended."""
 
     def adopt(self, active: list[ActiveTrial]) -> list[Adoption]:
         """After a crash: which of these are alive, have finished, or are lost."""
 
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        """How many attempts can be under way at once, adopted ones among them."""
 
     def close(self) -> None:
-        """Let all workers go. What still runs is killed."""
+        """Let all workers go. What still runs is killed. Nothing is left when this returns."""

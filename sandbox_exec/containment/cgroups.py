@@ -187,15 +187,30 @@ def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
+def sweep() -> None:
+    """Remove what killed pools left, in every hierarchy that this process can use."""
+    v1, v2 = _own_cgroups()
+    for home in dict.fromkeys([*(v1[name] for name in CONTROLLERS if name in v1), *([v2] if v2 else [])]):
+        sweep_stale(home)
+
+
 def sweep_stale(home: Path) -> None:
     """Remove what a pool left whose process and zygote were both killed. Never one that lives."""
     for path in home.glob(f"{_PREFIX}-*-{_pid_namespace()}-*"):
         pid = path.name.removeprefix(f"{_PREFIX}-").split("-")[0]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+        if pid.isdigit() and _has_ended(pid):
             fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with contextlib.suppress(OSError):
                 remove_cgroup(fd, path.name)
             os.close(fd)
+
+
+def _has_ended(pid: str) -> bool:
+    """A zombie has ended too: in a container without an init that reaps, it stays for ever."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 class SlotCgroup:

@@ -177,6 +177,11 @@ class ProcessSandbox:
         return self._isolations[key]
 
     @property
+    def keeper_pidfd(self) -> int:
+        """A handle on the keeper, with whose end nothing is left in here; -1 where there is none."""
+        return self._pidfd
+
+    @property
     def failure(self) -> str:
         """What of ours went wrong in it, if something did."""
         return self._fault
@@ -422,6 +427,8 @@ class ProcessSandbox:
             return
         self._listener = listener
         if self._cgroup:
+            if self._paused:
+                self._cgroup.freeze(False)  # the slot's next trial joins the same cgroup
             self._loop.remove(self._events)
             self._loop.remove_look(self._read_events)
             self._read_events()  # a child killed for its memory, while the agent went on to exit 0

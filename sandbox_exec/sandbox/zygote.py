@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import wire
+from sandbox_exec.sandbox.handles import let_go, socket_pair
 
 _ROOT = str(Path(__file__).parent.parent.parent)
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from sandbox_exec.guest import zygote; zygote.main({fd})"
@@ -31,7 +31,7 @@ class ZygoteLink:
 
     def fork_keeper(self, slot: dict[str, Any], fds: dict[str, int]) -> socket.socket:
         """Ask for a keeper; the channel on which it will say that it is there. Raises OSError if the zygote is gone."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         with theirs:
             try:
                 wire.send_dict(self.control, {**slot, "fds": ["channel", *fds]}, (theirs.fileno(), *fds.values()))
@@ -46,14 +46,14 @@ class ZygoteLink:
 
     def abandon(self) -> None:
         """In a forked child: drop what was inherited, without a word to a process that is not ours."""
-        os.close(self.control.detach())
+        let_go(self.control)
 
 
 class Zygote(ZygoteLink):
     """A fork server in the containment that `boot` describes. Raises SandboxUnavailable if it cannot be had."""
 
     def __init__(self, boot: dict[str, Any], handles: tuple[int, ...] = ()) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         self.control = ours
         with theirs:
             code = _BOOT.format(root=_ROOT, fd=theirs.fileno())

@@ -25,7 +25,7 @@ from sandbox_exec.store.folders import (
     write_atomic,
 )
 from sandbox_exec.store.history import history
-from sandbox_exec.store.lock import Holder, holder
+from sandbox_exec.store.lock import Holder, holder, wait_until_free
 
 __all__ = [
     "POINTS",
@@ -48,5 +48,6 @@ __all__ = [
     "read_file",
     "read_grade",
     "read_json",
+    "wait_until_free",
     "write_atomic",
 ]

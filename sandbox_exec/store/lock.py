@@ -74,6 +74,18 @@ def holder(folder: Path) -> Holder | None:
         os.close(fd)
 
 
+def wait_until_free(folder: Path) -> None:
+    """Return once nobody holds the run in `folder`; at once if nobody does."""
+    try:
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
 def _take(fd: int) -> bool:
     # `holder` shares the lock for an instant, which must not look like an owner: only an owner refuses a share.
     while not _try(fd, fcntl.LOCK_EX):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sqlite3
 import tempfile
@@ -11,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from sandbox_exec.errors import InvalidValue, StoreFull
-
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+from sandbox_exec.errors import NO_ROOM, InvalidValue, StoreFull
 
 _PROBE_BYTES: Final = 64 * 1024  # more than the 32 KiB by which SQLite grows its shared index
 _PRIMARY: Final = 0xFF  # of an extended result code, the bits that name the class of error

@@ -6,10 +6,13 @@ swapped for a link while we look leads nowhere. What is left out is listed with 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from sandbox_exec.errors import NO_ROOM
 
 _MAX_DEPTH = 32
 _MAX_FILES = 10_000
@@ -34,7 +37,10 @@ class Collected:
 
 
 def collect(source: int, target: Path, limit: int, skip: frozenset[str] = frozenset()) -> Collected:
-    """Copy what is below the handle `source` into `target`, which is made if there is anything to copy."""
+    """Copy what is below the handle `source` into `target`, which is made if there is anything to copy.
+
+    Raises OSError if there is no room for it: that is not the agent's doing, and what came over is not all of it.
+    """
     collected = Collected()
     _copy_folder(source, target, limit, "", 0, collected, skip)
     return collected
@@ -56,6 +62,8 @@ def _copy_folder(
         try:
             _copy_entry(source, name, target / safe, limit, path, depth, collected)
         except OSError as error:
+            if error.errno in NO_ROOM:
+                raise
             collected.leave_out(path, error.strerror or str(error))
 
 
@@ -93,9 +101,14 @@ def _copy_entry(source: int, name: str, target: Path, limit: int, path: str, dep
 def _copy_file(fd: int, target: Path, size: int) -> int:
     copied = 0
     with open(target, "xb") as file:
-        while copied < size and (chunk := os.read(fd, min(_CHUNK, size - copied))):
-            file.write(chunk)
-            copied += len(chunk)
+        try:
+            while copied < size and (chunk := os.read(fd, min(_CHUNK, size - copied))):
+                file.write(chunk)
+                copied += len(chunk)
+            file.flush()
+        except OSError:
+            target.unlink()  # half of a file says something that the agent did not
+            raise
     return copied
 
 
@@ -108,6 +121,4 @@ def safe_name(name: str) -> str:
     safe = "".join(chr(byte) if 0x20 < byte < 0x7F and byte not in b"%\\/" else f"%{byte:02X}" for byte in raw)
     if len(safe) <= 200:
         return safe
-    import hashlib
-
     return f"{safe[:150]}-{hashlib.sha256(raw).hexdigest()[:16]}"

@@ -7,7 +7,6 @@ whatever happens to the worker or to the coordinator.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -18,18 +17,21 @@ from typing import Any
 
 from sandbox_exec.clock import Clock
 from sandbox_exec.contracts import AgentError, Outcome, Phase, Status, TrialCompletion, TrialDispatch
-from sandbox_exec.errors import InvalidValue
+from sandbox_exec.errors import NO_ROOM, InvalidValue, StoreFull
 from sandbox_exec.guest import entry
 from sandbox_exec.sandbox.base import Launch, Sandbox
 from sandbox_exec.sandbox.process import ProcessSandbox
 from sandbox_exec.sandbox.provider import Provider
-from sandbox_exec.trial.collect import collect
+from sandbox_exec.trial.collect import Collected, collect
 from sandbox_exec.trial.recorder import Recorder
 from sandbox_exec.trial.supervisor import Supervisor
 
 
 class Executor:
-    """One attempt. `on_done` is called once, with the completion that has not yet been written."""
+    """One attempt, from `start`. `on_done` is called once, with the completion that has not yet been written.
+
+    `sandbox` is the attempt's own from when it is there. Whoever runs the loop asks for `due_s` and calls `on_time`.
+    """
 
     def __init__(
         self,
@@ -41,75 +43,106 @@ class Executor:
     ) -> None:
         self.dispatch, self.folder = dispatch, folder
         self.phase = Phase.STAGE
-        self.supervisor: Supervisor | None = None
-        self._stopped = False
-        self._clock, self._on_done = clock, on_done
         self.recorder = Recorder(folder, dispatch.limits)
+        self.sandbox: ProcessSandbox | None = None
+        self._supervisor: Supervisor | None = None
+        self._stopped = self._frozen = False
+        self._provider, self._clock, self._on_done = provider, clock, on_done
+
+    def start(self) -> None:
         try:
-            self._launch = build_launch(dispatch, os.environ)
+            self._launch = build_launch(self.dispatch, os.environ)
         except (OSError, InvalidValue) as error:
             self._fail(Status.SETUP_FAILED, "SetupFailed", str(error))
             return
-        if b"cloudpickle" in self._launch.payload:
-            provider.preload("cloudpickle")
-        provider.acquire(
+        self._provider.acquire(
             0,
-            dispatch.limits,
+            self.dispatch.limits,
             self._begin,
             lambda reason: self._fail(Status.ENVIRONMENT_ERROR, "SandboxUnavailable", reason),
         )
 
+    @property
+    def due_s(self) -> float | None:
+        return self._supervisor.due_s if self._supervisor is not None else None
+
+    def on_time(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.on_time()
+
+    # --- a word may come before the sandbox is there: it holds from then on ---
+
     def stop(self) -> None:
         self._stopped = True
-        if self.supervisor is not None:
-            self.supervisor.stop("cancelled")
+        if self._supervisor is not None:
+            self._supervisor.stop("cancelled")
+
+    def freeze(self) -> None:
+        self._frozen = True
+        if self._supervisor is not None:
+            self._supervisor.freeze()
+
+    def thaw(self) -> None:
+        self._frozen = False
+        if self._supervisor is not None:
+            self._supervisor.thaw()
+
+    # --- the phases ---
 
     def _begin(self, sandbox: ProcessSandbox) -> None:
-        self.phase = Phase.AGENT
-        try:
-            self.supervisor = Supervisor(
-                sandbox,
-                self._launch,
-                self._clock,
-                lambda outcome: self._ended(sandbox, outcome),
-                tee=self.recorder.feed,
-            )
-        except OSError as error:  # the workspace could not be copied: too large for `disk`, or unreadable
-            self._fail(Status.SETUP_FAILED, "SetupFailed", f"the workspace cannot be staged: {error}")
-            return
+        self.phase, self.sandbox = Phase.AGENT, sandbox
+        self._supervisor = Supervisor(
+            sandbox,
+            self._launch,
+            self._clock,
+            lambda outcome: self._ended(sandbox, outcome),
+            tee=self.recorder.feed,
+        )
+        if self._frozen:
+            self._supervisor.freeze()
         if self._stopped:
-            self.supervisor.stop("cancelled")
+            self._supervisor.stop("cancelled")
 
     def _ended(self, sandbox: Sandbox, outcome: Outcome) -> None:
         self.phase = Phase.COLLECT
-        digest = self._write_result(outcome.value)
-        self._collect(sandbox)
+        status, error, result = outcome.status, outcome.error, None
+        try:
+            result = _encode(outcome.value)
+        except ValueError as fault:
+            if outcome.ok:
+                status, error = Status.AGENT_ERROR, AgentError(type="MalformedResult", message=str(fault))
+        try:
+            if self.recorder.failure is not None:
+                raise self.recorder.failure
+            if result is not None:
+                (self.folder / "result.json").write_bytes(result)
+            self._collect(sandbox)
+        except OSError as failure:
+            self._fail(*_unwritten(failure, self.folder))
+            return
         self._complete(
-            status=outcome.status,
+            status=status,
             phase=Phase.AGENT,
-            error=outcome.error,
+            error=error,
             exit_code=outcome.exit_code,
             signal=outcome.signal,
-            result_sha256=digest,
+            result_sha256=hashlib.sha256(result).hexdigest() if result is not None else None,
             dropped=outcome.dropped,
             usage=outcome.usage,
             kill=outcome.kill,
             isolation=outcome.isolation,
         )
 
-    def _write_result(self, value: Any) -> str | None:
-        if value is None:
-            return None
-        data = json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-        (self.folder / "result.json").write_bytes(data)
-        return hashlib.sha256(data).hexdigest()
-
     def _collect(self, sandbox: Sandbox) -> None:
-        fd = sandbox.open_folder("out")
         try:
-            found = collect(fd, self.folder / "out", self.dispatch.out_limit, frozenset(("result.json",)))
-        finally:
-            os.close(fd)
+            fd = sandbox.open_folder("out")
+        except OSError as error:  # the agent put something else there
+            found = Collected(left_out=[("out", error.strerror or str(error))])
+        else:
+            try:
+                found = collect(fd, self.folder / "out", self.dispatch.out_limit, frozenset(("result.json",)))
+            finally:
+                os.close(fd)
         if found.left_out:
             report = {"left_out": found.left_out, "left_out_more": found.left_out_more}
             (self.folder / "collected.json").write_text(json.dumps(report, indent=1))
@@ -124,6 +157,20 @@ class Executor:
         self._on_done(
             TrialCompletion(slot=dispatch.slot, trial_id=dispatch.trial_id, attempt=dispatch.attempt, **fields)
         )
+
+
+def _encode(value: Any) -> bytes | None:
+    """What result.json will hold. Raises ValueError for NaN and infinities, which Python reads and JSON has not."""
+    if value is None:
+        return None
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _unwritten(error: OSError, folder: Path) -> tuple[Status, str, str]:
+    """What the agent did is not all on the disk: that is the machine's doing, and the attempt does not count."""
+    if error.errno in NO_ROOM:
+        return Status.ENVIRONMENT_ERROR, StoreFull.__name__, f"no room left in {folder}: {error.strerror}"
+    return Status.ENVIRONMENT_ERROR, type(error).__name__, str(error)
 
 
 def build_launch(dispatch: TrialDispatch, environ: Mapping[str, str]) -> Launch:
@@ -153,13 +200,8 @@ def build_launch(dispatch: TrialDispatch, environ: Mapping[str, str]) -> Launch:
         call: tuple[Any, ...] = (entry.call, (str(dispatch.base), module, function, task), {})
         return Launch(payload=pickle.dumps(call), **common)
     if dispatch.payload is not None:
-        return Launch(payload=_with_argument(_read_function(dispatch.payload), task), **common)
+        return Launch(payload=_with_argument(dispatch.payload.read_bytes(), task), **common)
     raise InvalidValue("this agent is neither a command nor a function; artifacts come with the Docker sandbox")
-
-
-@functools.lru_cache(maxsize=16)  # named by its digest: it does not change
-def _read_function(path: Path) -> bytes:
-    return path.read_bytes()
 
 
 def _with_argument(function: bytes, task: dict[str, Any]) -> bytes:

@@ -15,7 +15,8 @@ _FILES: dict[Stream, str] = {"stdout": "stdout.log", "stderr": "stderr.log", "tr
 class Recorder:
     """Appends to stdout.log, stderr.log and trace.jsonl, each up to its limit: the beginning is kept.
 
-    trace.jsonl has whole events only. A file is made when there is something to write.
+    trace.jsonl has whole events only. A file is made when there is something to write. What cannot be written ends
+    the recording and not the trial; `failure` says why.
     """
 
     def __init__(self, folder: Path, limits: Limits) -> None:
@@ -24,34 +25,44 @@ class Recorder:
         self._fds: dict[Stream, int] = {}
         self._tail = b""
         self.events = 0
+        self.failure: OSError | None = None
 
     def feed(self, stream: Stream, data: memoryview) -> None:
+        if self.failure is not None or stream == "result" or self._room[stream] <= 0:
+            return
         if stream == "trace":
-            self._feed_trace(bytes(data))
-        elif stream != "result":
+            self._feed_trace(data)
+        else:
             self._write(stream, bytes(data[: self._room[stream]]))
 
-    def _feed_trace(self, data: bytes) -> None:
-        head, newline, tail = (self._tail + data).rpartition(b"\n")
-        self._tail = tail if len(tail) <= MAX_LINE_BYTES else b""
-        if not newline:
-            return
-        lines = [line + b"\n" for line in head.split(b"\n") if parse_object(line) is not None]
-        while lines and sum(map(len, lines)) > self._room["trace"]:
-            lines.pop()
-        self.events += len(lines)
-        self._write("trace", b"".join(lines))
+    def _feed_trace(self, data: memoryview) -> None:
+        *lines, tail = (self._tail + bytes(data)).split(b"\n")
+        self._tail = tail[: MAX_LINE_BYTES + 1]  # of a giant, enough to know it for one
+        kept, room = [], self._room["trace"]
+        for line in lines:
+            if len(line) > MAX_LINE_BYTES or parse_object(line) is None:
+                continue
+            room -= len(line) + 1
+            if room < 0:
+                break
+            kept += [line, b"\n"]
+        self._write("trace", b"".join(kept))
+        self.events += len(kept) // 2
+        self._room["trace"] = max(0, room)
 
     def _write(self, stream: Stream, data: bytes) -> None:
         if not data:
             return
-        if stream not in self._fds:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._fds[stream] = os.open(self._folder / _FILES[stream], flags, 0o644)
-        self._room[stream] -= len(data)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fds[stream], view) :]
+        try:
+            if stream not in self._fds:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._fds[stream] = os.open(self._folder / _FILES[stream], flags, 0o644)
+            self._room[stream] -= len(data)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._fds[stream], view) :]
+        except OSError as error:
+            self.failure = error
 
     def close(self) -> None:
         for fd in self._fds.values():

