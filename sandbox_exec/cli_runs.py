@@ -118,9 +118,9 @@ def run(
     containment: Containment = "auto",
     json: JsonAtEnd = False,
 ) -> None:
-    """Run an experiment, durably: it can be watched, paused, stopped and continued.
+    """Run an experiment.
 
-    Ctrl-C finishes what is in flight and stops; a second one kills it. Nothing that was committed is lost.
+    Durably: it can be watched, paused, stopped and continued. Ctrl-C finishes what is in flight and stops; a second one kills it. Nothing that was committed is lost.
     """
     from sandbox_exec import runs as door
 
@@ -145,9 +145,9 @@ def continue_(
     containment: Containment = "auto",
     json: JsonAtEnd = False,
 ) -> None:
-    """Continue a run that was stopped, or whose coordinator died; as if nothing had happened.
+    """Continue a run that was stopped or died.
 
-    Refused if the experiment's files are not those that the run was made with.
+    As if nothing had happened. Refused if the experiment's files are not those that the run was made with.
     """
     from sandbox_exec import runs as door
 
@@ -252,7 +252,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Until nobody works at it any more.")] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON; with --watch, one object a line.")] = False,
 ) -> None:
-    """Show how far a run is, and what is in flight; also of one that another process works at."""
+    """Show how far a run is, and what is in flight."""
     from sandbox_exec import runs as door
     from sandbox_exec.display import status_lines
 
@@ -299,9 +299,9 @@ def _watch(look: Callable[[], RunStatus], json: bool) -> None:
 
 
 def pause(name: Run, runs: Runs = "runs", json: Json = False) -> None:
-    """Freeze a run: nothing more is started, what is in flight stands still, and its deadlines with it.
+    """Freeze a run that is worked at.
 
-    Ends the run as interrupted if a trial cannot be frozen.
+    Nothing more is started, what is in flight stands still, and its deadlines with it. Ends the run as interrupted if a trial cannot be frozen.
     """
     answer = _ask(name, runs, do="pause")
     if answer["status"] == "paused":
@@ -312,7 +312,7 @@ def pause(name: Run, runs: Runs = "runs", json: Json = False) -> None:
 
 
 def resume(name: Run, runs: Runs = "runs", json: Json = False) -> None:
-    """Let a paused run go on. For one that was stopped, see `continue`."""
+    """Let a paused run go on."""
     answer = _ask(name, runs, do="resume")
     _say(answer, json, f"{answer['status']}")
 
@@ -323,9 +323,9 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="Kill what is in flight instead of finishing it.")] = False,
     json: Json = False,
 ) -> None:
-    """Stop a run that another process works at, and wait until it has stopped. It can be continued.
+    """Stop a run that is worked at.
 
-    Ctrl-C ends the waiting; the run stops all the same.
+    Returns when it has stopped; it can be continued. Ctrl-C ends the waiting; the run stops all the same.
     """
     from sandbox_exec import runs as door
     from sandbox_exec.store import wait_until_free
@@ -341,9 +341,9 @@ def stop(
 
 
 def history(name: Run, runs: Runs = "runs") -> None:
-    """Write what the agents did, as canonical JSON, one committed trial a line.
+    """Write what the agents did.
 
-    The same experiment gives the same bytes, at any concurrency and after any crash: no times, no workers.
+    As canonical JSON, one committed trial a line. The same experiment gives the same bytes, at any concurrency and after any crash: no times, no workers.
     """
     from sandbox_exec import runs as door
     from sandbox_exec.store import RunStore
@@ -359,7 +359,11 @@ def schema(
         str | None, typer.Argument(metavar="[NAME]", help="A contract's name; without it, all are listed.")
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a contract: of what you write, or of what this program writes."""
+    """Print the JSON Schema of a contract.
+
+    ExperimentFile is that of the file that `run` takes; TrialCompletion that of completion.json; RunSummary and
+    RunStatus those of what `run` and `status` print.
+    """
     contracts = _contracts()
     names = sorted([*contracts, EXPERIMENT_FILE])
     if name is None:

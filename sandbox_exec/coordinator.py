@@ -5,17 +5,20 @@ let the workers hear of it; commit, in the order of the schedule, all that is re
 event of the backend. An event is only a bell: how an attempt ended is read from its folder.
 
 What a crash can interrupt, and what then holds:
-  recorded, not begun      the worker never heard of it: it has gone with us, and the attempt is `worker_lost`
+  recorded, not begun      the worker never heard of it, and has gone with us: the attempt is lost
   begun, not finished      the worker ends it by itself; `adopt` waits for it
   finished, not recorded   completion.json is there: it is read again, and nothing is run again
   recorded, not committed  the same: an attempt that was not the last one is in the database, the last one is not
   committed                the transaction is there or it is not; what comes next follows from it
 
-An attempt that infrastructure lost does not count as the agent's: it is in the run's events, not in its history.
+An attempt that infrastructure lost does not count as the agent's: it is in the run's events, not in its history. It
+uses up the trial's budget for that, but not if it was lost with a coordinator, killed on request, or left without room
+on the disk: then it is as if it had never begun. A run that is continued has the whole budget again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import Counter
@@ -26,7 +29,16 @@ from typing import Any, Final, Literal
 
 import psutil
 
-from sandbox_exec.backends.base import Finished, Lost, Started, Traced, WorkerBackend, WorkerEvent, WorkerTicket
+from sandbox_exec.backends.base import (
+    Adoption,
+    Finished,
+    Lost,
+    Started,
+    Traced,
+    WorkerBackend,
+    WorkerEvent,
+    WorkerTicket,
+)
 from sandbox_exec.clock import Clock, MonotonicClock
 from sandbox_exec.contracts import (
     ActiveTrial,
@@ -45,19 +57,22 @@ from sandbox_exec.contracts import (
 )
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.control import ControlServer, Request
-from sandbox_exec.errors import ProtocolFault, StoreFull
+from sandbox_exec.errors import ProtocolFault, SandboxUnavailable, StoreFull
 from sandbox_exec.schedule.board import Board
-from sandbox_exec.schedule.retries import RetryPolicy, timeout_factor
+from sandbox_exec.schedule.retries import NextAttempt, RetryPolicy, timeout_factor
 from sandbox_exec.schedule.scheduler import Decisions, decide, verdict_at_commit
-from sandbox_exec.store import CommitRow, RunStore, attempt_folder, read_completion
+from sandbox_exec.store import CommitRow, Committed, Control, RunStore, attempt_folder, read_completion
 from sandbox_exec.store.folders import TRIALS
+from sandbox_exec.store.room import has_room, one_error
 
-PAUSE_S: Final = 10.0  # for one worker to freeze its trial
+PAUSE_S: Final = 10.0  # for all workers to freeze their trials
+STOP_S: Final = 30.0  # for all workers to kill theirs; one that hangs is ended before
 FUNCTIONS: Final = "functions"  # in the run's folder: the pickled functions of agents that are functions
 _KEPT: Final = 64  # completions in memory; the others are read again from their files when their turn comes
 _BUDGET_SHARE: Final = 0.8  # of the machine's memory, where the design names no budget
 
 Ending = Literal["completed", "interrupted", "failed"]
+Mode = Literal["running", "draining", "killing", "paused"]
 
 
 @dataclass(frozen=True)
@@ -84,13 +99,15 @@ class RunCallback:
     def on_run_end(self, end: RunEnd) -> None: ...
 
 
-@dataclass
+@dataclass(slots=True)
 class _Trial:
     """What is known of a trial between its first dispatch and its commit."""
 
-    ended: Counter[Status] = field(default_factory=Counter)
+    ended: Counter[Status] = field(default_factory=Counter)  # attempts that use up a budget
     attempt: int = 0  # the last that was dispatched
-    ticket: WorkerTicket | None = None
+    ticket: WorkerTicket | None = None  # of an attempt that has not ended
+    adopted: bool = False  # it was begun by a coordinator that died
+    started: bool = False
     since: float = 0.0
     phase: str = ""
     events: int = 0
@@ -120,15 +137,17 @@ class Coordinator:
         self._limits_for = functools.cache(lambda timeout_s, variant_id: self._resolve(timeout_s, variant_id))
         self._policy = RetryPolicy(experiment.design.infra_retries)
         self._trials: dict[int, _Trial] = {}
-        self._mode: Literal["running", "draining", "killing", "paused"] = "running"
+        self._mode: Mode = "running"
         self._reason = ""
-        self._frozen = False  # what runs stands still
-        self._by_task: dict[str, list[TrialCompletion]] = {}
-        self._task_slots = Counter[str]()
+        self._began_s = 0.0  # when the run's time began
+        self._paused_s: float | None = None  # since when it stands still, and what runs with it
+        self._stop_until_s: float | None = None
+        self._awake: list[str] = []  # trials that a pause did not reach
+        self._task_so_far: list[TrialCompletion] = []
         self._control: ControlServer | None = None
 
     @property
-    def mode(self) -> Literal["running", "draining", "killing", "paused"]:
+    def mode(self) -> Mode:
         """What it is at: for people who watch."""
         return self._mode
 
@@ -148,81 +167,106 @@ class Coordinator:
     # --- the loop ---
 
     def run(self) -> RunEnd:
-        """Until the run is completed, stopped, or cannot go on."""
+        """Until the run is completed, stopped, or cannot go on. What then still runs ends with the backend."""
         try:
-            self._control = ControlServer(self.store.folder, self.backend.wake)
+            with one_error(self.store.folder):
+                self._control = ControlServer(self.store.folder, self.backend.wake)
             end = self._run()
-        except StoreFull as error:
+        except (StoreFull, SandboxUnavailable) as error:
             end = RunEnd("interrupted", str(error))
             self._stop_all()
         except ProtocolFault as error:
             end = RunEnd("failed", str(error))
-        finally:
-            if self._control is not None:
-                self._control.close()
-        try:
-            self.store.set_control(end.status, reason=end.reason, survivors=[t.trial_id for t in self.store.active()])
-        except StoreFull:
-            pass  # the next `continue` finds the run as it was left
-        self._call("on_run_end", end)
+        except BaseException as error:
+            status: Ending = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            self._close(RunEnd(status, f"{type(error).__name__}: {error}"))
+            raise
+        self._close(end)
         return end
+
+    def _close(self, end: RunEnd) -> None:
+        if self._control is not None:
+            self._control.close()
+        with contextlib.suppress(StoreFull):  # the next `continue` finds the run as it was left
+            survivors = sorted({*self._awake, *(ticket.trial_id for ticket in self._tickets())})
+            self.store.set_control(end.status, reason=end.reason, used_s=self._used_s(), survivors=survivors)
+            self._call("on_run_end", end)
 
     def _run(self) -> RunEnd:
         self._recover()
-        self.store.set_control("running")
+        self.store.set_control("running", used_s=self._used_s())
         self._call("on_run_start", self)
         while True:
             self._obey_requests()
-            if self._frozen and self._mode == "draining":
-                self._thaw()  # or what is to finish never would
             wake_s = self._turn()
             if self.board.done:
                 return RunEnd("completed")
-            if self._mode == "killing":
-                self._stop_all()
-            if self._mode in ("draining", "killing") and not self.board.in_flight:
-                return RunEnd("interrupted", self._reason)
-            timeout_s = None if wake_s is None else max(0.0, wake_s - self._clock.now_s())
-            for event in self.backend.poll(timeout_s):
+            if self._mode in ("draining", "killing"):
+                if not self.board.in_flight:
+                    return RunEnd("interrupted", self._reason)
+                wake_s = self._let_end()
+            left_s = None if wake_s is None else max(0.0, wake_s - self._clock.now_s())
+            if left_s == 0 and self._stop_until_s is not None:
+                return RunEnd("interrupted", f"{self._reason}; not all of it could be killed in {STOP_S:g} s")
+            for event in self.backend.poll(left_s):
                 self._on_event(event)
 
     def _recover(self) -> None:
         """Take up what was committed, what has ended, and what still runs."""
-        store, design = self.store, self.experiment.design
-        committed = [commit.status for commit in store.commits()]
-        active = store.active()
-        for attempt in store.attempts(len(committed)):
+        store = self.store
+        slots, commits, active = tuple(store.slots()), list(store.commits()), store.active()
+        for attempt in store.attempts(len(commits)):
             trial = self._trials.setdefault(attempt.schedule_idx, _Trial())
-            trial.ended[attempt.status] += 1
             trial.attempt = max(trial.attempt, attempt.attempt)
+            if attempt.counted or attempt.status is Status.RATE_LIMITED:
+                trial.ended[attempt.status] += 1
         for one in active:
             trial = self._trials.setdefault(one.slot.schedule_idx, _Trial())
-            trial.attempt = max(trial.attempt, one.attempt)
-        budget = design.memory_budget or int(psutil.virtual_memory().total * _BUDGET_SHARE)
+            trial.attempt, trial.adopted = one.attempt, True
+        self._began_s = self._clock.now_s() - _used_before_s(store.control(), commits)
+        design = self.experiment.design
         self.board = Board(
-            tuple(store.slots()),
+            slots,
             self._tasks,
             self._variants,
             design,
             lambda slot: self.experiment.sandbox.memory or 0,
-            budget,
-            start_s=self._clock.now_s() - float(store.control().metadata.get("used_s", 0.0)),
-            committed=committed,
+            design.memory_budget or int(psutil.virtual_memory().total * _BUDGET_SHARE),
+            start_s=self._began_s,
+            committed=[commit.status for commit in commits],
             active=[one.slot.schedule_idx for one in active],
         )
-        self._task_slots = Counter(slot.task_id for slot in self.board.slots)
+        self._take_up_task(commits)
         self._at("adopting")
-        for adoption in self.backend.adopt(active):
-            one = adoption.active
-            ticket = adoption.ticket or WorkerTicket(
-                one.slot.schedule_idx, one.trial_id, one.attempt, one.worker, one.folder
-            )
-            self._trials[one.slot.schedule_idx].ticket = ticket
-            store.event("adopted", trial_id=one.trial_id, attempt=one.attempt, state=adoption.state)
+        self._adopt(active)
+
+    def _take_up_task(self, commits: Sequence[Committed]) -> None:
+        """Of a task that is half committed: what its end will be told with."""
+        slots, first = self.board.slots, len(commits)
+        while first and len(commits) < len(slots) and slots[first - 1].task_id == slots[len(commits)].task_id:
+            first -= 1
+        known = {(one.schedule_idx, one.attempt): one.completion_json for one in self.store.attempts(first)}
+        for commit in commits[first:]:
+            if commit.status is Status.SKIPPED:
+                self._task_so_far.append(self._skipped(slots[commit.schedule_idx], ""))
+            else:
+                completion = known[commit.schedule_idx, commit.attempt]
+                self._task_so_far.append(TrialCompletion.model_validate_json(completion))
+
+    def _adopt(self, active: list[ActiveTrial]) -> None:
+        adoptions = {one.active.slot.schedule_idx: one for one in self.backend.adopt(active)}
+        for one in active:
+            idx = one.slot.schedule_idx
+            adoption = adoptions.pop(idx, None) or Adoption(one, "lost")
+            ticket = adoption.ticket or WorkerTicket(idx, one.trial_id, one.attempt, one.worker, one.folder)
+            self._trials[idx].ticket = ticket
+            self.store.event("adopted", trial_id=one.trial_id, attempt=one.attempt, state=adoption.state)
             if adoption.state == "finished":
                 self._on_event(Finished(ticket))
             elif adoption.state == "lost":
                 self._on_event(Lost(ticket, "its worker was gone when the run was continued"))
+        if adoptions:
+            raise ProtocolFault(f"the backend adopted slots {sorted(adoptions)}, of which it was not asked")
 
     def _turn(self) -> float | None:
         """Commit what is ready and dispatch what may start: one transaction, one wait for the disk, for all of it."""
@@ -270,8 +314,10 @@ class Coordinator:
         trial.attempt += 1
         folder = attempt_folder(self.store.folder, derive_trial_id(slot), trial.attempt)
         dispatch = self._make_dispatch(slot, trial)
-        (folder / "dispatch.json").write_text(dispatch.model_dump_json())
+        with one_error(self.store.folder):
+            (folder / "dispatch.json").write_text(dispatch.model_dump_json())
         trial.ticket = ticket = self.backend.submit(dispatch, folder)
+        trial.adopted = trial.started = False
         trial.since, trial.phase, trial.events, trial.memory_bytes = time.time(), "", 0, None
         active = ActiveTrial(
             slot=slot, trial_id=dispatch.trial_id, attempt=trial.attempt, folder=folder, worker=ticket.worker
@@ -312,62 +358,100 @@ class Coordinator:
         ticket = event.ticket
         trial = self._trials.get(ticket.schedule_idx)
         if trial is None or trial.ticket != ticket:
-            self._check_known(ticket)
-            return  # late, or a second time: it has been dealt with
+            self._on_stray(event)
+            return
         slot = self.board.slots[ticket.schedule_idx]
         match event:
             case Started():
-                self._call("on_trial_start", slot, ticket.attempt)
+                if not trial.started:
+                    trial.started = True
+                    self._call("on_trial_start", slot, ticket.attempt)
             case Traced(_, phase, events, memory_bytes):
                 trial.phase, trial.events, trial.memory_bytes = phase, events, memory_bytes
                 self._call("on_trace", slot, phase, events)
             case Finished():
-                self._on_finished(slot, trial, ticket)
+                self._on_ended(slot, trial, ticket)
             case Lost(_, reason):
-                self._on_attempt(slot, trial, _lost(slot, ticket, reason))
+                self._on_ended(slot, trial, ticket, reason)
 
-    def _check_known(self, ticket: WorkerTicket) -> None:
-        idx = ticket.schedule_idx
-        known = 0 <= idx < len(self.board.slots) and derive_trial_id(self.board.slots[idx]) == ticket.trial_id
-        dispatched = (
-            self._trials[idx].attempt if idx in self._trials else (0 if idx >= self.board.next_to_commit else 1)
-        )
-        if not known or ticket.attempt > max(dispatched, 1) or dispatched == 0:
-            raise ProtocolFault(
-                f"the backend spoke of {ticket.trial_id!r}, attempt {ticket.attempt}, which it never got"
-            )
-        self.store.event("duplicate", trial_id=ticket.trial_id, attempt=ticket.attempt)
+    def _on_stray(self, event: WorkerEvent) -> None:
+        """Late, or a second time: it has been dealt with. Of an attempt that was never dispatched: a fault."""
+        ticket = event.ticket
+        if not self._was_dispatched(ticket):
+            text = f"the backend spoke of {ticket.trial_id!r}, attempt {ticket.attempt}, by a ticket that it never got"
+            self.store.event("protocol_fault", text=text)
+            raise ProtocolFault(text)
+        if isinstance(event, Finished | Lost):
+            self.store.event("duplicate", trial_id=ticket.trial_id, attempt=ticket.attempt)
 
-    def _on_finished(self, slot: Slot, trial: _Trial, ticket: WorkerTicket) -> None:
+    def _was_dispatched(self, ticket: WorkerTicket) -> bool:
+        idx, slots = ticket.schedule_idx, self.board.slots
+        if not 0 <= idx < len(slots) or derive_trial_id(slots[idx]) != ticket.trial_id:
+            return False
+        trial = self._trials.get(idx)
+        if trial is not None:
+            is_current = trial.ticket is not None and trial.ticket.attempt == ticket.attempt
+            return 1 <= ticket.attempt <= trial.attempt and not is_current
+        committed = self.store.query("SELECT attempt FROM commits WHERE schedule_idx = ?", idx)
+        return any(1 <= ticket.attempt <= attempt for (attempt,) in committed)
+
+    def _on_ended(self, slot: Slot, trial: _Trial, ticket: WorkerTicket, reason: str = "") -> None:
+        """An attempt has ended, as its file says: another one, or wait for the slot's turn to be committed."""
         found = read_completion(ticket.folder)
-        completion = found.value or _lost(slot, ticket, f"no completion: {found.reason}")
-        self._on_attempt(slot, trial, completion)
-
-    def _on_attempt(self, slot: Slot, trial: _Trial, completion: TrialCompletion) -> None:
-        """An attempt has ended: another one, or wait for the slot's turn to be committed."""
-        idx, status = slot.schedule_idx, completion.status
+        completion = found.value or _lost(slot, ticket, reason or f"no completion: {found.reason}")
+        no_room = self._is_no_room(completion)
         trial.ticket = None
+        following = self._following(trial, completion, no_room)
+        if following is None:
+            self.board.finish(slot.schedule_idx)
+            if found.value is None or slot.schedule_idx - self.board.next_to_commit < _KEPT:
+                trial.completion = completion
+            self._at("finished")
+            return
+        self._keep(completion)
+        self.board.requeue(slot.schedule_idx, self._clock.now_s() + following.after_s)
+        self._at("requeued")
+        if no_room and not trial.adopted:
+            raise StoreFull(f"no room left in {self.store.folder}: free some there, then continue the run")
+
+    def _following(self, trial: _Trial, completion: TrialCompletion, no_room: bool) -> NextAttempt | None:
+        """The next attempt, or None if there is to be none."""
+        status = completion.status
+        lost_with_us = status.blame is Blame.INFRA and (trial.adopted or self._mode == "killing")
+        if status is Status.CANCELLED or lost_with_us or no_room:
+            return NextAttempt(0.0, 1)
         trial.ended[status] += 1
-        if not is_counted(status):
-            error = completion.error.message if completion.error else ""
-            self.store.event("attempt_lost", trial_id=completion.trial_id, attempt=completion.attempt, reason=error)
-        cancelled = status is Status.CANCELLED  # by us, or by one before us: nothing of the agent's
-        following = self._policy.next_attempt(
+        return self._policy.next_attempt(
             status,
-            self._tasks[slot.task_id].protocol,
+            self._tasks[completion.slot.task_id].protocol,
             trial.ended,
             seed=derive_seed(self.experiment.seed, completion.trial_id),
             retry_after_s=completion.retry_after_s,
         )
-        if cancelled or following is not None:
-            self.store.record_attempt(completion, is_counted(status))
-            self.board.requeue(idx, self._clock.now_s() + (following.after_s if following else 0.0))
-            self._at("requeued")
-            return
-        self.board.finish(idx)
-        if idx - self.board.next_to_commit < _KEPT:
-            trial.completion = completion
-        self._at("finished")
+
+    def _is_no_room(self, completion: TrialCompletion) -> bool:
+        """Whether there was none for what the attempt left. A worker that could not even say so was lost."""
+        if completion.status is Status.WORKER_LOST:
+            return not has_room(self.store.folder)
+        return (
+            completion.status is Status.ENVIRONMENT_ERROR
+            and completion.error is not None
+            and completion.error.type == StoreFull.__name__
+        )
+
+    def _keep(self, completion: TrialCompletion) -> None:
+        """Record an attempt that is not the last one."""
+        counted = is_counted(completion.status)
+        with self.store.batch():
+            self.store.record_attempt(completion, counted)
+            if not counted:
+                self.store.event(
+                    "attempt_lost",
+                    trial_id=completion.trial_id,
+                    attempt=completion.attempt,
+                    status=completion.status.value,
+                    reason=completion.error.message if completion.error else "",
+                )
 
     def _commit_ready(self) -> list[TrialCompletion]:
         rows: list[CommitRow] = []
@@ -414,12 +498,15 @@ class Coordinator:
         )
 
     def _announce(self, completion: TrialCompletion) -> None:
+        if not self._callbacks:
+            return
         self._call("on_trial_end", completion)
+        self._task_so_far.append(completion)
+        slots, following = self.board.slots, completion.slot.schedule_idx + 1
         task_id = completion.slot.task_id
-        together = self._by_task.setdefault(task_id, [])
-        together.append(completion)
-        if len(together) == self._task_slots[task_id]:
-            self._call("on_task_end", task_id, tuple(self._by_task.pop(task_id)))
+        if following == len(slots) or slots[following].task_id != task_id:  # a schedule goes task by task
+            together, self._task_so_far = tuple(self._task_so_far), []
+            self._call("on_task_end", task_id, together)
 
     # --- steering ---
 
@@ -452,34 +539,55 @@ class Coordinator:
         if self._mode in ("draining", "killing"):
             request.answer(error="the run is being stopped")
             return
-        self._mode, self._frozen = "paused", True
-        tickets = [trial.ticket for trial in self._trials.values() if trial.ticket is not None]
-        awake = [t for t in tickets if not self.backend.pause(t, PAUSE_S).frozen]
-        if awake:
-            names = [ticket.trial_id for ticket in awake]
-            self.kill(f"these did not freeze in {PAUSE_S:g} s: {', '.join(names)}")
-            self.store.event("pause_failed", survivors=names)
-            request.answer(status="interrupted", survivors=names)
-            return
-        self.store.set_control("paused", frozen=[ticket.trial_id for ticket in tickets])
+        tickets = self._tickets()
+        if self._paused_s is None:
+            self._mode, self._paused_s = "paused", self._clock.now_s()
+            awake = [ack.ticket.trial_id for ack in self.backend.pause(tickets, PAUSE_S) if not ack.frozen]
+            if awake:
+                self._awake = awake
+                self.kill(f"these did not freeze in {PAUSE_S:g} s: {', '.join(awake)}")
+                self.store.event("pause_failed", survivors=awake)
+                request.answer(status="interrupted", survivors=awake)
+                return
+            frozen = [ticket.trial_id for ticket in tickets]
+            self.store.set_control("paused", used_s=self._used_s(), frozen=frozen)
         request.answer(status="paused", frozen=len(tickets))
 
     def _resume(self) -> None:
         if self._mode == "paused":
             self._thaw()
             self._mode = "running"
-            self.store.set_control("running")
+            self.store.set_control("running", used_s=self._used_s())
 
     def _thaw(self) -> None:
-        self._frozen = False
-        for trial in self._trials.values():
-            if trial.ticket is not None:
-                self.backend.resume(trial.ticket)
+        if self._paused_s is not None:
+            stood_s, self._paused_s = self._clock.now_s() - self._paused_s, None
+            self._began_s += stood_s
+            if self.board.ends_s is not None:
+                self.board.ends_s += stood_s
+            for ticket in self._tickets():
+                self.backend.resume(ticket)
+
+    def _let_end(self) -> float | None:
+        """What is in flight is to end: by itself, which nothing frozen does, or killed, and then until when."""
+        if self._mode == "draining":
+            self._thaw()
+        elif self._stop_until_s is None:
+            self._stop_until_s = self._clock.now_s() + STOP_S
+            self._stop_all()
+        return self._stop_until_s
 
     def _stop_all(self) -> None:
-        for trial in self._trials.values():
-            if trial.ticket is not None:
-                self.backend.stop(trial.ticket, self._reason)
+        for ticket in self._tickets():
+            self.backend.stop(ticket, self._reason)
+
+    def _tickets(self) -> list[WorkerTicket]:
+        return [trial.ticket for trial in self._trials.values() if trial.ticket is not None]
+
+    def _used_s(self) -> float:
+        """Of the run's duration, which stands still while it is paused."""
+        now_s = self._clock.now_s() if self._paused_s is None else self._paused_s
+        return max(0.0, now_s - self._began_s)
 
     def in_flight(self) -> list[dict[str, Any]]:
         """What runs now, for people who watch; in the order of the schedule."""
@@ -541,6 +649,14 @@ def resolve(limits: Limits, variant: Variant, base: Path) -> tuple[Limits, Varia
     if shown:
         limits = limits.model_copy(update={"readable": tuple(dict.fromkeys([*limits.readable, *shown]))})
     return limits, variant
+
+
+def _used_before_s(control: Control, commits: Sequence[Committed]) -> float:
+    """What the coordinators before us used. One that was killed worked at least until its last commit."""
+    used_s = float(control.metadata.get("used_s", 0.0))
+    if control.status == "running" and commits:
+        used_s += max(0.0, commits[-1].committed_at - control.changed_at)
+    return used_s
 
 
 def _lost(slot: Slot, ticket: WorkerTicket, reason: str) -> TrialCompletion:

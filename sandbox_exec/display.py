@@ -90,7 +90,9 @@ class Eta:
 
 def picture(view: View, height: int = 40) -> RenderableType:
     """All of a view, for a terminal of so many lines."""
-    parts: list[RenderableType] = [_bar(view), Text(_counts(view.by_status) or "nothing committed yet", "dim")]
+    if not view.slots:
+        return Text(view.state, "bold")  # how much there is to do is not known yet
+    parts: list[RenderableType] = [_bar(view), Text(_ended(view), "dim")]
     rows = max(_FEW_ROWS, height - _FIXED_LINES - len(view.failures))
     if view.in_flight:
         parts += [Text(), _in_flight_table(view.in_flight, rows)]
@@ -108,11 +110,7 @@ def progress_line(view: View) -> str:
     if view.in_flight:
         oldest_s = max(one.age_s for one in view.in_flight)
         parts.append(f"{len(view.in_flight)} in flight, the oldest for {_age(oldest_s)}")
-    if view.waiting:
-        parts.append(f"{view.waiting} ended and waiting for their turn")
-    parts.append(f"ETA {_eta(view.eta_s)}")
-    counts = _counts(view.by_status)
-    return "; ".join([*parts, counts] if counts else parts)
+    return "; ".join([*parts, f"ETA {_eta(view.eta_s)}", _ended(view)])
 
 
 def trial_line(completion: TrialCompletion, slots: int) -> str:
@@ -193,14 +191,13 @@ def _bar(view: View) -> RenderableType:
     row.add_column(ratio=1)
     for _ in range(3):
         row.add_column(no_wrap=True, justify="right")
-    share = view.committed / view.slots if view.slots else 1.0
     elapsed = "" if view.elapsed_s is None else _age(view.elapsed_s)
     row.add_row(
         Text(f"{view.run_id}  {view.state}", "bold"),
-        ProgressBar(total=max(1, view.slots), completed=view.committed),
-        f"{view.committed}/{view.slots}",
-        f"{math.floor(share * 100)} %",
-        f"{elapsed}  ETA {_eta(view.eta_s)}".strip(),
+        ProgressBar(total=view.slots, completed=view.committed),
+        f"{view.committed:>{len(str(view.slots))}}/{view.slots}",
+        f"{view.committed * 100 // view.slots:>3} %",
+        f"{elapsed:>7}  ETA {_eta(view.eta_s):>7}",  # so that the bar does not jump with them
     )
     return row
 
@@ -228,6 +225,11 @@ def _cells(one: InFlight) -> tuple[str, str, str, str]:
     return one.phase or "-", _age(one.age_s), memory, "-" if one.events is None else str(one.events)
 
 
+def _ended(view: View) -> str:
+    waiting = f"{view.waiting} ended and waiting for their turn" if view.waiting else ""
+    return "; ".join(filter(None, [_counts(view.by_status), waiting])) or "nothing committed yet"
+
+
 def _counts(by_status: Mapping[Status, int]) -> str:
     return ", ".join(f"{by_status[status]} {status.value}" for status in Status if by_status.get(status))
 
@@ -239,11 +241,11 @@ def _why(completion: TrialCompletion) -> str:
 
 
 def _age(seconds: float) -> str:
-    return format_seconds(round(seconds, 1) if seconds < 60 else seconds) if seconds >= 0.05 else "0 s"
+    return f"{seconds:.1f} s" if seconds < 59.95 else format_seconds(seconds)
 
 
 def _eta(seconds: float | None) -> str:
-    return "-" if seconds is None else _age(float(round(seconds)))
+    return "-" if seconds is None else format_seconds(round(seconds))
 
 
 # --- displays ---

@@ -70,7 +70,8 @@ def check_files(experiment: Experiment) -> None:
 def freeze_functions(experiment: Experiment) -> tuple[Experiment, dict[str, bytes]]:
     """Return the experiment with the digest of its pickle for each callable, and the pickles by their digests.
 
-    A function that can be imported is pickled as its name: its digest does not see that its code changed.
+    A function that can be imported is pickled as its name: its digest does not see that its code changed. One
+    of a script that holds a set of text has another pickle, and so another digest, in each process.
     """
     pickles: dict[str, bytes] = {}
     variants = []

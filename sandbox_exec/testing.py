@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from sandbox_exec.contracts import Isolation, Rung
+from sandbox_exec.backends.base import (
+    Adoption,
+    Finished,
+    Lost,
+    PauseAck,
+    Started,
+    WorkerEvent,
+    WorkerTicket,
+)
+from sandbox_exec.contracts import (
+    ActiveTrial,
+    AgentError,
+    Isolation,
+    Phase,
+    Rung,
+    Status,
+    TrialCompletion,
+    TrialDispatch,
+)
 from sandbox_exec.errors import InvalidValue
 from sandbox_exec.sandbox.base import End, Launch, Listener, Stream
 
@@ -103,5 +125,181 @@ class FakeSandbox:
             raise ValueError(f"{path} has {len(found)} bytes; {limit} are allowed")
         return found
 
+    def open_folder(self, name: str) -> int:
+        raise FileNotFoundError(f"there is no {name}: nothing was written")
+
     def close(self) -> None:
         self.asked.append("close")
+
+
+@dataclass(frozen=True)
+class Play:
+    """What becomes of a scripted attempt: how it ends, and what is heard of it.
+
+    `status` None: it leaves no completion. `bells` are what is told of it, each with the number of polls by which it
+    comes late: late enough, and it comes after the commit. Without any, it runs until it is stopped.
+    """
+
+    status: Status | None = Status.SUCCESS
+    error: str | None = None
+    result_sha256: str | None = None
+    retry_after_s: float | None = None
+    bells: tuple[tuple[Literal["started", "finished", "lost"], int], ...] = (("started", 0), ("finished", 0))
+    deaf: bool = False  # it hears neither pause nor stop
+
+
+HOLDS = Play(bells=(("started", 0),))
+
+
+class ScriptedBackend:
+    """A `WorkerBackend` with no process in it. Each attempt does what `script` says of its dispatch.
+
+    A completion is written when the attempt begins, or is stopped; the bell comes when the script says. `say` rings
+    any bell, such as one for a ticket that never was. `order` shuffles what is heard at once. `poll` lets no time
+    pass but that of the clock: it waits only for `wake`, and not for ever. `running` are the attempts that have begun
+    and whose end was not yet heard; `asked` has the calls in their order. `adopts` says which attempts of a coordinator
+    that died are alive; all others are what their folders say.
+    """
+
+    def __init__(
+        self,
+        clock: ManualClock,
+        capacity: int = 4,
+        script: Callable[[TrialDispatch], Play] = lambda dispatch: Play(),
+        *,
+        order: random.Random | None = None,
+        adopts: Callable[[ActiveTrial], Play | None] = lambda active: None,
+        patience_s: float = 30.0,
+    ) -> None:
+        self.running: dict[WorkerTicket, TrialDispatch | ActiveTrial] = {}
+        self.asked: list[tuple[str, int, int]] = []  # what, slot, attempt
+        self._clock, self._capacity, self._script = clock, capacity, script
+        self._order, self._adopts, self._patience_s = order, adopts, patience_s
+        self._reserved: dict[WorkerTicket, TrialDispatch] = {}
+        self._plays: dict[WorkerTicket, Play] = {}
+        self._frozen: set[WorkerTicket] = set()
+        self._bells: list[tuple[int, WorkerEvent]] = []
+        self._polls = self._workers = 0
+        self._woken = threading.Event()
+
+    def say(self, event: WorkerEvent, late: int = 0) -> None:
+        """Ring a bell, so many polls late."""
+        self._bells.append((self._polls + late + 1, event))
+
+    def finish(self, ticket: WorkerTicket, status: Status = Status.SUCCESS) -> None:
+        """End an attempt that holds."""
+        self._perform(ticket, Play(status, bells=(("finished", 0),)), self.running[ticket])
+
+    # --- the backend's part ---
+
+    def capacity(self) -> int:
+        return self._capacity
+
+    def submit(self, dispatch: TrialDispatch, folder: Path) -> WorkerTicket:
+        if len(self._reserved) + len(self.running) >= self._capacity:
+            raise InvalidValue(f"{self._capacity} attempts are under way: there is no worker for another")
+        self._workers += 1
+        name = f"scripted-{id(self)}-{self._workers}"
+        ticket = WorkerTicket(dispatch.slot.schedule_idx, dispatch.trial_id, dispatch.attempt, name, folder)
+        self._reserved[ticket] = dispatch
+        return ticket
+
+    def begin(self, ticket: WorkerTicket) -> None:
+        self._ask("begin", ticket)
+        dispatch = self._reserved.pop(ticket)
+        self._perform(ticket, self._script(dispatch), dispatch)
+
+    def poll(self, timeout_s: float | None) -> list[WorkerEvent]:
+        self._polls += 1
+        due = [bell for bell in self._bells if bell[1].ticket not in self._frozen]
+        if not due and not self._woken.is_set():
+            if timeout_s is not None:
+                self._clock.advance(timeout_s)
+            elif not self._woken.wait(self._patience_s):
+                raise RuntimeError("the coordinator waits for ever: nothing is under way that it could hear of")
+        self._woken.clear()
+        if due:
+            self._polls = max(self._polls, min(poll for poll, _ in due))  # nothing comes sooner: no need to ask on
+        heard = [bell for bell in due if bell[0] <= self._polls]
+        self._bells = [bell for bell in self._bells if bell not in heard]
+        if self._order is not None:
+            self._order.shuffle(heard)
+        for _, event in heard:
+            if isinstance(event, Finished | Lost):
+                self.running.pop(event.ticket, None)
+        return [event for _, event in heard]
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def pause(self, tickets: Sequence[WorkerTicket], timeout_s: float) -> list[PauseAck]:
+        acks = []
+        for ticket in tickets:
+            self._ask("pause", ticket)
+            if not self._is_deaf(ticket):
+                self._frozen.add(ticket)
+            acks.append(PauseAck(ticket, not self._is_deaf(ticket)))
+        if not all(ack.frozen for ack in acks):
+            self._clock.advance(timeout_s)
+        return acks
+
+    def resume(self, ticket: WorkerTicket) -> None:
+        self._ask("resume", ticket)
+        self._frozen.discard(ticket)
+
+    def stop(self, ticket: WorkerTicket, reason: str) -> None:
+        self._ask("stop", ticket)
+        if ticket in self.running and not self._is_deaf(ticket) and not (ticket.folder / "completion.json").exists():
+            self._frozen.discard(ticket)
+            self._perform(ticket, Play(Status.CANCELLED, bells=(("finished", 0),)), self.running[ticket])
+
+    def adopt(self, active: list[ActiveTrial]) -> list[Adoption]:
+        return [self._adopt(trial) for trial in active]
+
+    def close(self) -> None:
+        for ticket in list(self.running):
+            self.stop(ticket, "closed")
+        self.running.clear()
+        self._reserved.clear()
+        self._bells = []
+
+    # --- parts ---
+
+    def _ask(self, what: str, ticket: WorkerTicket) -> None:
+        self.asked.append((what, ticket.schedule_idx, ticket.attempt))
+
+    def _is_deaf(self, ticket: WorkerTicket) -> bool:
+        return ticket in self._plays and self._plays[ticket].deaf
+
+    def _perform(self, ticket: WorkerTicket, play: Play, of: TrialDispatch | ActiveTrial) -> None:
+        self._plays[ticket], self.running[ticket] = play, of
+        if play.status is not None and any(bell == "finished" for bell, _ in play.bells):
+            completion = TrialCompletion(
+                slot=of.slot,
+                trial_id=of.trial_id,
+                attempt=of.attempt,
+                status=play.status,
+                phase=Phase.AGENT,
+                error=AgentError(type=play.error, message="as the script says") if play.error else None,
+                result_sha256=play.result_sha256,
+                retry_after_s=play.retry_after_s,
+            )
+            (ticket.folder / "completion.json").write_text(completion.model_dump_json())
+        for bell, late in play.bells:
+            match bell:
+                case "started":
+                    self.say(Started(ticket), late)
+                case "finished":
+                    self.say(Finished(ticket), late)
+                case "lost":
+                    self.say(Lost(ticket, "as the script says"), late)
+
+    def _adopt(self, trial: ActiveTrial) -> Adoption:
+        if (trial.folder / "completion.json").exists():
+            return Adoption(trial, "finished")
+        play = self._adopts(trial)
+        if play is None:
+            return Adoption(trial, "lost")
+        ticket = WorkerTicket(trial.slot.schedule_idx, trial.trial_id, trial.attempt, trial.worker, trial.folder)
+        self._perform(ticket, play, trial)
+        return Adoption(trial, "alive", ticket)

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import leftovers
+
 UID = 54_321  # nobody's; the kernel asks for no entry in passwd
 TESTS = Path(__file__).resolve().parent
 CHECKOUT = TESTS.parent
@@ -57,8 +59,13 @@ class Driver:
         """End it, if it has not, and with it all that is in its namespaces."""
         assert self.process.stdout is not None
         self.process.stdout.close()
-        self.process.kill()
+        warden = leftovers.children(self.process.pid)
+        if not self.verdict:
+            self.process.kill()
         self.process.wait()
+        for pid in warden:  # it is ours to reap, if it lost its parent
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def start(

@@ -181,7 +181,10 @@ class Script:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()  # not read to its end: what the script left running may hold it open
         reap(children() - self._children)  # its orphans have come to us
 
 

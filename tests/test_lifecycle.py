@@ -334,6 +334,38 @@ os.execvp("cat", ["cat"])
             script.expect("still here")
 
 
+def test_a_caller_that_is_killed_before_it_read_all_takes_its_sandboxes_with_it(
+    tmp_path: Path, meeting: Meeting
+) -> None:
+    """Where the keeper is no init: it must kill by itself, though its channel ends with an error."""
+    text = """
+import time
+from sandbox_exec.containment import Cgroups, ladder
+
+def hang_and_tell(meeting):
+    import os
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(0.5)  # in which the keeper, who counts in place of a cgroup, reports twice
+        meeting.announce("later")
+        while True:
+            signal.pause()
+    meeting.announce("ready")
+    signal.pause()
+
+ladder.find = lambda: Cgroups()
+pool = Pool(1, limits=limits, containment="subreaper")
+pool.submit(hang_and_tell, meeting).result()
+"""
+    with start(tmp_path, meeting, text) as script:
+        meeting.expect("ready")
+        with Watch(descendants(script.pid)) as watch:
+            os.kill(script.pid, signal.SIGSTOP)
+            meeting.expect("later")
+            os.kill(script.pid, signal.SIGKILL)
+            watch.wait_gone()
+
+
 # --- forks of the caller ---
 
 

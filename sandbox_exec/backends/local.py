@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from sandbox_exec.backends.base import (
     Adoption,
@@ -28,34 +26,56 @@ from sandbox_exec.backends.base import (
     WorkerTicket,
 )
 from sandbox_exec.clock import Clock, MonotonicClock
+from sandbox_exec.containment.cgroups import sweep
 from sandbox_exec.contracts import ActiveTrial, Limits, TrialDispatch
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import entry, wire
+from sandbox_exec.sandbox.handles import socket_pair
 from sandbox_exec.sandbox.loop import Loop
+from sandbox_exec.store.folders import COMPLETION
 
 HUNG_S = 15.0  # without a beat; on a machine under load a beat can be seconds late
-_START_S = 60.0
+_START_S = 60.0  # for a host; it takes half a second, and what the user preloads
+_CLOSE_S = 10.0  # for workers and hosts to end: a kill takes milliseconds, and copying what was in /out some more
 # What the caller can import, agents can, and what they can import they see: so not what the shell happens to be in.
 _HOST = "import sys; sys.path[:] = {path!r}; from sandbox_exec.backends import worker; worker.host({fd})"
+_TRIES = 2  # at a worker: a host that was killed is noticed when it is asked for one
+
+
+@dataclass(eq=False)
+class _Host:
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    lines: wire.Lines
 
 
 @dataclass(eq=False)
 class _Worker:
     channel: socket.socket
     pidfd: int
-    pid: int
     name: str
+    lines: wire.Lines
+    heard_s: float
+    keeper: int = -1  # a handle on the keeper of its sandbox
     ticket: WorkerTicket | None = None
-    heard_s: float = 0.0
-    buffer: bytes = b""
-    frozen: set[str] = field(default_factory=set)
+    frozen: WorkerTicket | None = None
     reason: str = ""  # why we ended it
+
+
+@dataclass(eq=False)
+class _Adopted:
+    """A worker of a coordinator that died. Nobody can speak to it; it exits once its attempt has ended."""
+
+    pidfd: int
+    ticket: WorkerTicket
+    due_s: float | None  # when even an attempt that uses all of its time has ended
 
 
 class LocalBackend:
     """See `WorkerBackend`. Workers are started when they are first needed.
 
-    `limits`: what will be dispatched, so that the zygotes for their views are started once and shared.
+    `limits`: what will be dispatched, so that the zygotes for their views are started once and shared. An adopted
+    attempt cannot be frozen, and `stop` kills its worker: it ends as lost, not as cancelled.
     """
 
     def __init__(
@@ -77,12 +97,12 @@ class LocalBackend:
         }
         self._clock = clock or MonotonicClock()
         self._loop = Loop()
+        self._hosts: list[_Host] = []  # the last one forks; those before it wait for workers of theirs
         self._workers: list[_Worker] = []
-        self._adopted: dict[int, tuple[WorkerTicket, int]] = {}  # pidfd -> attempt of a coordinator that died
-        self._events: deque[WorkerEvent] = deque()
-        self._host: subprocess.Popen[bytes] | None = None
-        self._count = 0
-        self._awake, self._wake = socket.socketpair()
+        self._dying: list[_Worker] = []  # ended themselves; their sandboxes not yet
+        self._adopted: list[_Adopted] = []
+        self._events: list[WorkerEvent] = []
+        self._awake, self._wake = socket_pair()
         for sock in (self._awake, self._wake):
             sock.setblocking(False)
         self._loop.add(self._awake.fileno(), self._on_wake)
@@ -107,27 +127,23 @@ class LocalBackend:
         if not self._events:
             self._loop.run_once(self._bounded(timeout_s))
             self._end_hung()
-        events, self._events = list(self._events), deque()
+        events, self._events = self._events, []
         return events
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake.send(b"w")
 
-    def pause(self, ticket: WorkerTicket, timeout_s: float) -> PauseAck:
-        worker = self._worker(ticket)
-        if worker is None:
-            return PauseAck(ticket, frozen=True)  # it has ended: nothing of it moves
-        label = f"{ticket.trial_id}-{ticket.attempt}"
-        self._tell(worker, freeze=label)
+    def pause(self, tickets: Sequence[WorkerTicket], timeout_s: float) -> list[PauseAck]:
+        for ticket in tickets:
+            worker = self._worker(ticket)
+            if worker is not None:
+                worker.frozen = None
+                self._tell(worker, freeze=True)
         until_s = self._clock.now_s() + timeout_s
-        while label not in worker.frozen and worker.ticket is ticket:
-            left_s = until_s - self._clock.now_s()
-            if left_s <= 0:
-                return PauseAck(ticket, frozen=False)
+        while (moving := {t for t in tickets if self._is_moving(t)}) and (left_s := until_s - self._clock.now_s()) > 0:
             self._loop.run_once(left_s)
-        worker.frozen.discard(label)
-        return PauseAck(ticket, frozen=True)
+        return [PauseAck(ticket, ticket not in moving) for ticket in tickets]
 
     def resume(self, ticket: WorkerTicket) -> None:
         worker = self._worker(ticket)
@@ -138,190 +154,285 @@ class LocalBackend:
         worker = self._worker(ticket)
         if worker is not None:
             self._tell(worker, stop=reason)
-            return
-        for pidfd, (adopted, _) in list(self._adopted.items()):
-            if adopted == ticket:  # we cannot speak to it; its keeper ends with it
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for adopted in self._adopted:
+            if adopted.ticket == ticket:
+                _kill(adopted.pidfd)
 
     def adopt(self, active: list[ActiveTrial]) -> list[Adoption]:
+        sweep()
         return [self._adopt(trial) for trial in active]
 
     def close(self) -> None:
-        pidfds = []
-        for worker in list(self._workers):
-            worker.reason = "closed"
-            with contextlib.suppress(OSError):
+        for worker in self._workers:
+            if worker.ticket is not None:
                 self._tell(worker, stop="closed")
-            self._loop.remove(worker.channel.fileno())
-            worker.channel.close()
-            self._loop.remove(worker.pidfd)
-            pidfds.append(worker.pidfd)
-        for pidfd in (*pidfds, *self._adopted):
-            _wait_for(pidfd)
-            os.close(pidfd)
-        self._workers, self._adopted = [], {}
-        if self._host is not None:
-            self._control.close()
-            self._host.wait()
-            self._host = None
+            self._close_channel(worker)  # which is the word to exit
+        for adopted in self._adopted:
+            _kill(adopted.pidfd)
+        ending = [worker.pidfd for worker in self._workers] + [adopted.pidfd for adopted in self._adopted]
+        _wait_for(ending, _CLOSE_S, then_kill=True)
+        _wait_for([worker.keeper for worker in (*self._workers, *self._dying) if worker.keeper >= 0], _CLOSE_S)
+        for fd in (*ending, *(worker.keeper for worker in (*self._workers, *self._dying))):
+            if fd >= 0:
+                os.close(fd)
+        for host in self._hosts:
+            host.control.close()
+            _wait_for_process(host.process)
+        self._hosts, self._workers, self._dying, self._adopted = [], [], [], []
         self._loop.close()
         self._awake.close()
         self._wake.close()
+        sweep()
 
     # --- workers ---
 
     def _start_worker(self) -> _Worker:
-        self._ensure_host()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            wire.send_dict(self._control, {}, (theirs.fileno(),))
-        kind, words, fds = self._hear_host()
-        if kind != "forked":
-            raise SandboxUnavailable(f"the host of the workers said {kind} {words}")
-        self._count += 1
-        pid = int(words)
-        worker = _Worker(ours, fds[0], pid, _worker_name(pid))
-        self._workers.append(worker)
-        self._loop.add(ours.fileno(), lambda: self._read(worker))
-        self._loop.add(worker.pidfd, lambda: self._gone(worker))
-        return worker
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._fork_worker(self._host())
+            except (OSError, SandboxUnavailable) as error:
+                if self._hosts:
+                    self._hosts[-1].control.close()  # it ends once its workers have
+                if not left:
+                    raise SandboxUnavailable(f"no worker can be had: {error}") from error
+        raise AssertionError
 
-    def _ensure_host(self) -> None:
-        if self._host is not None and self._host.poll() is None:
-            return
-        ours, theirs = socket.socketpair()
+    def _host(self) -> _Host:
+        if self._hosts and self._hosts[-1].control.fileno() >= 0 and self._hosts[-1].process.poll() is None:
+            return self._hosts[-1]
+        ours, theirs = socket_pair()
         path = [os.path.abspath(entry) for entry in sys.path]
         with theirs:
-            self._host = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _HOST.format(path=path, fd=theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # that of the caller may be read by a program
                 start_new_session=True,
             )
+        host = _Host(process, ours, wire.Lines(ours))
+        self._hosts.append(host)
         ours.settimeout(_START_S)
-        self._control, self._lines = ours, wire.Lines(ours)
         wire.send_dict(ours, self._settings)
-        kind, words, _ = self._hear_host()
-        if kind != "hosting":
-            raise SandboxUnavailable(f"the workers cannot be started: {words}")
+        _hear(host, "hosting")
+        return host
 
-    def _hear_host(self) -> tuple[str, str, list[int]]:
+    def _fork_worker(self, host: _Host) -> _Worker:
+        ours, theirs = socket_pair()
         try:
-            while (line := self._lines.next()) is None:
-                if not self._lines.read():
-                    raise SandboxUnavailable("the host of the workers ended; its error is above")
-        except OSError as error:
-            raise SandboxUnavailable(f"the host of the workers does not answer: {error}") from error
-        return line
+            with theirs:
+                wire.send_dict(host.control, {}, (theirs.fileno(),))
+            words, (pidfd,) = _hear(host, "forked")
+        except BaseException:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        worker = _Worker(ours, pidfd, _name_of(int(words)), wire.Lines(ours), self._clock.now_s())
+        self._workers.append(worker)
+        self._loop.add(ours.fileno(), lambda: self._read(worker))
+        self._loop.add(pidfd, lambda: self._gone(worker))
+        return worker
 
     def _tell(self, worker: _Worker, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # it is dying: its pidfd will say so
-            worker.channel.sendall(json.dumps(message).encode() + b"\n")
+        with contextlib.suppress(OSError):  # it is dying, or hangs: its pidfd or its silence will say so
+            worker.channel.send(json.dumps(message).encode() + b"\n")  # short: as a whole, or not at all
 
     def _read(self, worker: _Worker) -> None:
         try:
-            data = worker.channel.recv(1 << 16)
+            is_open = worker.lines.read()
+        except BlockingIOError:
+            return
         except OSError:
-            data = b""
-        if not data:
-            return self._loop.remove(worker.channel.fileno())
+            is_open = False
         worker.heard_s = self._clock.now_s()
-        *lines, worker.buffer = (worker.buffer + data).split(b"\n")
-        for line in lines:
-            self._hear(worker, json.loads(line))
-        return None
+        while (line := worker.lines.next()) is not None:
+            self._on_line(worker, *line)
+        if not is_open:
+            self._close_channel(worker)
 
-    def _hear(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _on_line(self, worker: _Worker, kind: str, words: str, fds: list[int]) -> None:
         ticket = worker.ticket
-        match message:
-            case {"frozen": label}:
-                worker.frozen.add(label)
-            case {"started": _} if ticket:
+        if kind == "started" and fds:
+            if worker.keeper >= 0:
+                os.close(worker.keeper)
+            (worker.keeper,) = fds
+        if ticket is None:
+            return
+        match kind:
+            case "started":
                 self._events.append(Started(ticket))
-            case {"beat": {"phase": phase, "events": events, "memory": memory_bytes}} if ticket:
-                self._events.append(Traced(ticket, phase, events, memory_bytes))
-            case {"finished": _} if ticket:
+            case "beat":
+                phase, events, memory = words.split()
+                self._events.append(Traced(ticket, phase, int(events), int(memory) if memory != "None" else None))
+            case "frozen":
+                worker.frozen = ticket
+            case "finished":
                 worker.ticket = None
                 self._events.append(Finished(ticket))
 
     def _gone(self, worker: _Worker) -> None:
+        """A worker has ended. Its attempt is lost once its sandbox has ended too, which it does by itself."""
         self._loop.remove(worker.pidfd)
         os.close(worker.pidfd)
-        fd = worker.channel.fileno()
-        with contextlib.suppress(KeyError, ValueError):
+        if worker.channel.fileno() >= 0:
             self._read(worker)  # what it said last
-            self._loop.remove(fd)
-        worker.channel.close()
+            self._close_channel(worker)
         self._workers.remove(worker)
+        if worker.keeper >= 0:
+            self._dying.append(worker)
+            self._loop.add(worker.keeper, lambda: self._sandbox_gone(worker))
+        elif worker.ticket is not None:
+            self._events.append(_ended(worker.ticket, worker.reason))
+
+    def _sandbox_gone(self, worker: _Worker) -> None:
+        self._loop.remove(worker.keeper)
+        os.close(worker.keeper)
+        self._dying.remove(worker)
+        sweep()
         if worker.ticket is not None:
-            self._events.append(_ended(worker.ticket, worker.reason or "the worker died"))
+            self._events.append(_ended(worker.ticket, worker.reason))
+
+    def _close_channel(self, worker: _Worker) -> None:
+        if worker.channel.fileno() >= 0:
+            self._loop.remove(worker.channel.fileno())
+            worker.channel.close()
+            worker.lines.close()
 
     def _end_hung(self) -> None:
         now_s = self._clock.now_s()
         for worker in self._workers:
             if worker.ticket and not worker.reason and now_s - worker.heard_s > self._hung_s:
                 worker.reason = f"the worker hung: nothing heard for {self._hung_s:g} s"
-                signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+                _kill(worker.pidfd)
+        for adopted in self._adopted:
+            if adopted.due_s is not None and now_s > adopted.due_s:
+                _kill(adopted.pidfd)
 
     def _bounded(self, timeout_s: float | None) -> float | None:
-        busy = [worker.heard_s for worker in self._workers if worker.ticket]
-        if not busy:
+        """How long to wait, so that who hangs is noticed in time."""
+        due_s = [worker.heard_s + self._hung_s for worker in self._workers if worker.ticket and not worker.reason]
+        due_s += [adopted.due_s for adopted in self._adopted if adopted.due_s is not None]
+        if not due_s:
             return timeout_s
-        due_s = max(0.0, min(busy) + self._hung_s - self._clock.now_s()) + 0.001
-        return due_s if timeout_s is None else min(timeout_s, due_s)
+        left_s = max(0.0, min(due_s) - self._clock.now_s()) + 0.001  # right after it, and not right before
+        return left_s if timeout_s is None else min(timeout_s, left_s)
 
     def _worker(self, ticket: WorkerTicket) -> _Worker | None:
         return next((worker for worker in self._workers if worker.ticket == ticket), None)
 
+    def _is_moving(self, ticket: WorkerTicket) -> bool:
+        worker = self._worker(ticket)
+        if worker is not None:
+            return worker.frozen != ticket
+        return ticket in (one.ticket for one in self._dying) or ticket in (one.ticket for one in self._adopted)
+
     # --- after a crash ---
 
     def _adopt(self, trial: ActiveTrial) -> Adoption:
-        ticket = WorkerTicket(trial.slot.schedule_idx, trial.trial_id, trial.attempt, trial.worker, trial.folder)
-        pid = _pid_of(trial.worker)
-        if pid is None:
+        if _has_completion(trial.folder):  # though its worker may live: it may have gone on to another
+            return Adoption(trial, "finished")
+        pidfd = _find(trial.worker)
+        if pidfd is None:
             return Adoption(trial, "finished" if _has_completion(trial.folder) else "lost")
-        pidfd = os.pidfd_open(pid)
-        self._adopted[pidfd] = (ticket, pid)
-        self._loop.add(pidfd, lambda: self._adopted_gone(pidfd))
+        ticket = WorkerTicket(trial.slot.schedule_idx, trial.trial_id, trial.attempt, trial.worker, trial.folder)
+        longest_s = _longest_s(trial.folder)
+        due_s = self._clock.now_s() + longest_s + self._hung_s if longest_s is not None else None
+        adopted = _Adopted(pidfd, ticket, due_s)
+        self._adopted.append(adopted)
+        self._loop.add(pidfd, lambda: self._adopted_gone(adopted))
         return Adoption(trial, "alive", ticket)
 
-    def _adopted_gone(self, pidfd: int) -> None:
-        """An adopted worker is nobody's child and says nothing; it exits once its attempt has ended."""
-        ticket, _ = self._adopted.pop(pidfd)
-        self._loop.remove(pidfd)
-        os.close(pidfd)
-        self._events.append(_ended(ticket, "the worker died"))
+    def _adopted_gone(self, adopted: _Adopted) -> None:
+        self._adopted.remove(adopted)
+        self._loop.remove(adopted.pidfd)
+        os.close(adopted.pidfd)
+        sweep()
+        self._events.append(_ended(adopted.ticket, ""))
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._awake.recv(4096)
 
 
+def _hear(host: _Host, due: str) -> tuple[str, list[int]]:
+    try:
+        while (line := host.lines.next()) is None:
+            if not host.lines.read():
+                raise SandboxUnavailable("the host of the workers ended; if it said why, that is above")
+    except OSError as error:
+        raise SandboxUnavailable(f"the host of the workers does not answer: {error}") from error
+    kind, words, fds = line
+    if kind != due:
+        raise SandboxUnavailable(words)
+    return words, fds
+
+
 def _ended(ticket: WorkerTicket, reason: str) -> WorkerEvent:
-    return Finished(ticket) if _has_completion(ticket.folder) else Lost(ticket, reason)
+    return Finished(ticket) if _has_completion(ticket.folder) else Lost(ticket, reason or "the worker died")
 
 
 def _has_completion(folder: Path) -> bool:
-    return (folder / "completion.json").exists()
+    return (folder / COMPLETION).exists()
 
 
-def _worker_name(pid: int) -> str:
-    """The pid alone may be given again; with its time of birth it is not."""
-    return f"{pid}-{psutil.Process(pid).create_time():.2f}"
-
-
-def _pid_of(name: str) -> int | None:
-    """The pid of the worker of that name, if it lives."""
-    pid = int(name.partition("-")[0])
-    with contextlib.suppress(psutil.Error):
-        if _worker_name(pid) == name and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            return pid
+def _longest_s(folder: Path) -> float | None:
+    """How long the attempt of that folder can take; None: for ever, or nobody knows."""
+    with contextlib.suppress(OSError, ValueError):
+        limits = TrialDispatch.model_validate_json((folder / "dispatch.json").read_bytes()).limits
+        return None if limits.timeout_s is None else limits.timeout_s + limits.grace_s
     return None
 
 
-def _wait_for(pidfd: int) -> None:
-    import select
+def _name_of(pid: int) -> str:
+    """A pid is given again; with its birth, in ticks since a boot, it is not. Nobody sets ticks, as they do clocks."""
+    try:
+        born = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        born = "gone"
+    return f"{pid}-{born}-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
 
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll()
+
+def _find(name: str) -> int | None:
+    """A handle on the worker of that name, if it lives."""
+    pid = name.partition("-")[0]
+    try:
+        pidfd = os.pidfd_open(int(pid))
+    except (ValueError, OSError):
+        return None
+    if _name_of(int(pid)) == name and not _wait_for([pidfd], 0):
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def _kill(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _wait_for(pidfds: Iterable[int], timeout_s: float, *, then_kill: bool = False) -> bool:
+    """Whether all of these processes have ended in time; the rest may be killed, and waited for."""
+    clock, left = MonotonicClock(), set(pidfds)
+    until_s = clock.now_s() + timeout_s
+    poller = select.poll()
+    for pidfd in left:
+        poller.register(pidfd, select.POLLIN)
+    while left:
+        left_s = until_s - clock.now_s()
+        if left_s < 0 and then_kill:
+            for pidfd in left:
+                _kill(pidfd)
+        for pidfd, _ in poller.poll(None if left_s < 0 and then_kill else max(0.0, left_s) * 1000):
+            left.discard(pidfd)
+            poller.unregister(pidfd)
+        if left and left_s < 0 and not then_kill:
+            return False
+    return True
+
+
+def _wait_for_process(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_CLOSE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -3,14 +3,16 @@
 Theory of operation
   coordinator   holds a socket to the host, and one to each worker
   host          a small process that has loaded the package once, started the zygotes, one for each view, and forks
-                workers on request: a new one is there in milliseconds. When the coordinator is gone it ends;
-                workers live on
+                workers on request: a new one is there in milliseconds. When the coordinator is gone, it waits until
+                its workers are, clears away what they shared or left, and ends
   worker        runs one attempt at a time with a sandbox of its own. From the coordinator come JSON lines: a folder
-                to run, freeze, thaw, stop. To it go: started, beat, frozen, finished. When the coordinator is gone
-                the worker ends its attempt as usual, deadline included, leaves completion.json, and exits
+                to run, freeze, thaw, stop. To it go lines of words (see `guest.wire`): started, with a handle on the
+                keeper; beat; frozen; finished. When the coordinator is gone the worker thaws its attempt, ends it as
+                usual, deadline included, leaves completion.json, and exits
   keeper        of the worker's sandbox: ends with the worker, whatever ends that
 
-A worker is in a session of its own, so that Ctrl-C is the coordinator's alone.
+Nothing here waits for the coordinator: one that does not read hears of things later, and of some beats never. All
+are in sessions of their own, so that Ctrl-C is the coordinator's alone.
 """
 
 from __future__ import annotations
@@ -21,22 +23,25 @@ import os
 import signal
 import socket
 import sys
+import tempfile
+from collections import deque
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sandbox_exec.clock import MonotonicClock
 from sandbox_exec.containment import View, build_view
+from sandbox_exec.containment.cgroups import sweep
 from sandbox_exec.contracts import TrialCompletion, TrialDispatch
-from sandbox_exec.errors import SandboxUnavailable
+from sandbox_exec.errors import SandboxExecError, StoreFull
 from sandbox_exec.guest import wire
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.sandbox.process import boot_zygote
+from sandbox_exec.sandbox.process import ProcessSandbox, boot_zygote, scratch_base
 from sandbox_exec.sandbox.provider import Provider, chosen
-from sandbox_exec.sandbox.zygote import ZygoteLink
-from sandbox_exec.store.folders import write_atomic
+from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
+from sandbox_exec.store.folders import COMPLETION, write_atomic
 from sandbox_exec.trial.executor import Executor
 
-BEAT_S = 0.25  # how often a worker says that it is alive; the coordinator gives up after many of these
+BEAT_S = 0.25  # how often a busy worker says that it is alive; the coordinator gives up after many of these
 
 
 def host(control_fd: int) -> None:
@@ -47,43 +52,63 @@ def host(control_fd: int) -> None:
     first = wire.receive_dict(control)
     if first is None:
         return
-    settings = first[0]
-    try:
-        containment = chosen(settings["containment"])
-    except SandboxUnavailable as error:
-        wire.send_line(control, "failed", error)
-        return
-    views = {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}
+    settings, _ = first
     with contextlib.ExitStack() as stack:
-        zygotes = {}
-        for view in views:
-            zygotes[view] = boot_zygote(
-                containment, view, slots=1, preload=settings["preload"], cgroups=None, scratch=None
-            )
-            stack.callback(zygotes[view].close)
+        try:
+            containment = chosen(settings["containment"])
+            base = stack.enter_context(scratch_base(containment))
+            zygotes: dict[View, Zygote] = {}
+            for view in {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}:
+                zygotes[view] = boot_zygote(
+                    containment, view, slots=1, preload=settings["preload"], cgroups=None, scratch=None
+                )
+                stack.callback(zygotes[view].close)
+        except (SandboxExecError, OSError) as error:
+            wire.send_line(control, "failed", error)
+            return
         wire.send_line(control, "hosting")
+        ended, lives = os.pipe()  # each worker holds `lives`: the end of the pipe is that of the last of them
         while (message := wire.receive_dict(control)) is not None:
-            _, fds = message
-            sockets = {view: zygote.connect() for view, zygote in zygotes.items()}
+            (channel,) = message[1]
+            try:
+                links = {view: zygote.connect() for view, zygote in zygotes.items()}
+            except OSError as error:  # with the next host come others; the workers that there are do without
+                wire.send_line(control, "failed", f"a zygote of the host's has ended: {error}")
+                break
             pid = os.fork()
             if pid == 0:
                 control.close()
-                links = [(view, ZygoteLink(sockets[view], zygotes[view].pid, zygotes[view].landlock)) for view in views]
-                for zygote in zygotes.values():
-                    zygote.abandon()
-                _work(fds[0], settings["containment"], links)
-            for sock in sockets.values():
-                sock.close()
-            os.close(fds[0])
-            pidfd = os.pidfd_open(pid)
-            wire.send_line(control, "forked", pid, fds=(pidfd,))
-            os.close(pidfd)
+                os.close(ended)
+                tempfile.tempdir = str(base) if base else None  # what a killed worker leaves goes with the host
+                _work(channel, settings["containment"], zygotes, links)
+            for link in links.values():
+                link.close()
+            os.close(channel)
+            _tell_of(control, pid)
+        os.close(lives)
+        os.read(ended, 1)
+    sweep()
 
 
-def _work(fd: int, containment: str, links: list[tuple[View, ZygoteLink]]) -> NoReturn:
+def _tell_of(control: socket.socket, pid: int) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        wire.send_line(control, "failed", "a worker ended as soon as it was there")
+        return
+    wire.send_line(control, "forked", pid, fds=(pidfd,))
+    os.close(pidfd)
+
+
+def _work(channel: int, containment: str, zygotes: dict[View, Zygote], links: dict[View, socket.socket]) -> NoReturn:
     try:
         os.setsid()
-        Worker(socket.socket(fileno=fd), containment, links).run()
+        shared = [(view, ZygoteLink(links[view], zygote.pid, zygote.landlock)) for view, zygote in zygotes.items()]
+        for zygote in zygotes.values():
+            zygote.abandon()
+        Worker(socket.socket(fileno=channel), containment, shared).run()
+    except StoreFull:
+        os._exit(1)  # no completion: the coordinator sees why, and says so
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)
@@ -91,7 +116,7 @@ def _work(fd: int, containment: str, links: list[tuple[View, ZygoteLink]]) -> No
 
 
 class Worker:
-    """One at a time."""
+    """One attempt at a time, until the coordinator is gone."""
 
     def __init__(self, channel: socket.socket, containment: str, links: list[tuple[View, ZygoteLink]]) -> None:
         self._channel = channel
@@ -99,10 +124,11 @@ class Worker:
         self._clock = MonotonicClock()
         self._provider = Provider(self._loop, chosen(containment), 1, [], links)
         self._executor: Executor | None = None
-        self._folder = Path()
-        self._buffer = b""
+        self._heard = b""
+        self._unsaid: deque[tuple[str, tuple[object, ...], tuple[int, ...]]] = deque()
         self._orphan = False  # the coordinator is gone
         self._beat_at_s = 0.0
+        channel.setblocking(False)
         self._loop.add(channel.fileno(), self._read)
 
     def run(self) -> None:
@@ -111,80 +137,99 @@ class Worker:
             self._on_time()
         self._provider.close()
 
+    # --- time ---
+
     def _wait_s(self) -> float | None:
-        if self._executor is None:
-            return BEAT_S
-        due_s = self._beat_at_s
-        supervisor = self._executor.supervisor
-        if supervisor is not None and supervisor.due_s is not None:
-            due_s = min(due_s, supervisor.due_s)
-        return max(0.0, due_s - self._clock.now_s())
+        if self._executor is None and not self._unsaid:
+            return None
+        due_s = self._executor.due_s if self._executor is not None else None
+        next_s = self._beat_at_s if due_s is None else min(due_s, self._beat_at_s)
+        return max(0.0, next_s - self._clock.now_s())
 
     def _on_time(self) -> None:
         now_s = self._clock.now_s()
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + BEAT_S
-            executor = self._executor
-            beat: dict[str, Any] = {}
-            if executor is not None:
-                memory = executor.supervisor.memory_bytes if executor.supervisor else None
-                beat = {"phase": executor.phase, "events": executor.recorder.events, "memory": memory}
-            self._say(beat=beat)
-        supervisor = self._executor.supervisor if self._executor else None
-        if supervisor is not None and supervisor.due_s is not None and supervisor.due_s <= now_s:
-            supervisor.on_time()
+            self._beat()
+        executor = self._executor
+        if executor is not None and executor.due_s is not None and executor.due_s <= now_s:
+            executor.on_time()
+
+    def _beat(self) -> None:
+        self._flush()
+        executor = self._executor
+        if executor is not None and not self._unsaid:
+            sandbox = executor.sandbox
+            self._say("beat", executor.phase, executor.recorder.events, sandbox and sandbox.peak_memory_bytes())
+
+    # --- what the coordinator says ---
 
     def _read(self) -> None:
         try:
             data = self._channel.recv(1 << 16)
+        except BlockingIOError:
+            return
         except OSError:
             data = b""
         if not data:
-            self._orphan = True
-            self._loop.remove(self._channel.fileno())
-            if self._executor is not None and self._executor.supervisor is not None:
-                self._executor.supervisor.thaw()  # nobody else will
+            self._on_orphaned()
             return
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        *lines, self._heard = (self._heard + data).split(b"\n")
         for line in lines:
             self._obey(json.loads(line))
 
+    def _on_orphaned(self) -> None:
+        self._orphan = True
+        self._unsaid.clear()
+        self._loop.remove(self._channel.fileno())
+        if self._executor is not None:
+            self._executor.thaw()  # nobody is left to do it
+
     def _obey(self, message: dict[str, Any]) -> None:
-        supervisor = self._executor.supervisor if self._executor else None
+        executor = self._executor
         match message:
             case {"run": folder}:
                 self._start(Path(folder))
             case {"freeze": label}:
-                if supervisor is not None:
-                    supervisor.freeze()
-                self._say(frozen=label)
-            case {"thaw": _}:
-                if supervisor is not None:
-                    supervisor.thaw()
-            case {"stop": _}:
-                if self._executor is not None:
-                    self._executor.stop()
+                if executor is not None:
+                    executor.freeze()
+                self._say("frozen", label)
+            case {"thaw": _} if executor is not None:
+                executor.thaw()
+            case {"stop": _} if executor is not None:
+                executor.stop()
 
     def _start(self, folder: Path) -> None:
-        self._folder = folder
         dispatch = TrialDispatch.model_validate_json((folder / "dispatch.json").read_bytes())
-        self._say(started=True)
-        self._executor = Executor(dispatch, folder, self._provider, self._clock, self._done)
-        if self._early is not None:
-            self._done(self._early)
+        self._beat_at_s = self._clock.now_s() + BEAT_S
+        self._executor = Executor(dispatch, folder, self._provider, self._clock, self._started, self._done)
+        self._executor.start()
 
-    _early: TrialCompletion | None = None  # a completion that came before the executor was ours
+    # --- what it hears ---
+
+    def _started(self, sandbox: ProcessSandbox) -> None:
+        pidfd = sandbox.keeper_pidfd
+        self._say("started", fds=(os.dup(pidfd),) if pidfd >= 0 else ())
 
     def _done(self, completion: TrialCompletion) -> None:
-        if self._executor is None:
-            self._early = completion
-            return
-        self._early = None
-        self._executor = None
-        write_atomic(self._folder / "completion.json", completion.model_dump_json().encode())
-        self._say(finished=True)
+        assert self._executor is not None
+        folder, self._executor = self._executor.folder, None
+        write_atomic(folder / COMPLETION, completion.model_dump_json().encode())
+        self._say("finished")
 
-    def _say(self, **message: Any) -> None:
-        if not self._orphan:
-            with contextlib.suppress(OSError):  # it is gone: we notice when we read
-                self._channel.sendall(json.dumps(message).encode() + b"\n")
+    def _say(self, kind: str, *words: object, fds: tuple[int, ...] = ()) -> None:
+        self._unsaid.append((kind, words, fds))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unsaid:
+            kind, words, fds = self._unsaid[0]
+            try:
+                wire.send_line(self._channel, kind, *words, fds=fds)  # short: as a whole, or not at all
+            except BlockingIOError:
+                return
+            except OSError:
+                pass  # it is gone: we notice when we read
+            self._unsaid.popleft()
+            for fd in fds:
+                os.close(fd)

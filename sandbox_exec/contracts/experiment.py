@@ -343,10 +343,10 @@ def _contract_in(annotation: Any) -> type[Contract] | None:
     return next((model for model in found if model is not None), None)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    names = [one for one in known if len(one) <= _MAX_SHOWN]
-    if len(names) > _MAX_NEAREST:
+def _nearest(name: str, known: Sequence[str]) -> str:
+    if len(known) > _MAX_NEAREST:
         return ""
+    names = [one for one in known if len(one) <= _MAX_SHOWN]
     near = difflib.get_close_matches(name[:_MAX_SHOWN], names, 1)
     return f" did you mean {shown(near[0])}?" if near else ""
 

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 _PIPE_BUF = 4096  # a write of up to this many bytes to a pipe is never mixed with another's
 
 
-def json_encoder(default: Callable[[Any], Any] | None = None) -> Callable[[Any], str]:
-    """json.dumps without its module, which would make every fork of the zygote a third dearer."""
+def json_encoder(default: Callable[[Any], Any] | None = None, *, allow_nan: bool = True) -> Callable[[Any], str]:
+    """json.dumps without its module, which would make every fork of the zygote a third dearer.
+
+    It does not look for circles, which end in a RecursionError: its notes would be shared between threads.
+    """
     escape = _json.encode_basestring_ascii
-    encode = _json.make_encoder({}, default or _refuse, escape, None, ":", ",", False, False, True)
+    encode = _json.make_encoder(None, default or _refuse, escape, None, ":", ",", False, False, allow_nan)
     return lambda value: "".join(encode(value, 0))
 
 
@@ -33,7 +36,7 @@ class TrialTimeout(BaseException):
     """
 
 
-_encode = json_encoder(default=repr)
+_encode = json_encoder(default=repr, allow_nan=False)
 _LONG_LINES = _thread.allocate_lock()
 
 
@@ -72,7 +75,11 @@ class TrialContext:
         Values that JSON lacks are written as their repr. Whole lines are certain up to 4096 bytes; longer
         ones only while no other process of the trial writes at the same moment.
         """
-        line = _encode({"t": round(time.monotonic() - self._started, 6), "type": type, **data}).encode() + b"\n"
+        event = {"t": round(time.monotonic() - self._started, 6), "type": type, **data}
+        try:
+            line = _encode(event).encode() + b"\n"
+        except ValueError:  # a number that is none, or infinite
+            line = _encode(_finite(event)).encode() + b"\n"
         if len(line) <= _PIPE_BUF:
             os.write(self._trace_fd, line)
             return
@@ -80,6 +87,15 @@ class TrialContext:
             view = memoryview(line)
             while view:
                 view = view[os.write(self._trace_fd, view) :]
+
+
+def _finite(value: Any) -> Any:
+    """A copy in which the numbers that JSON lacks are text."""
+    if isinstance(value, dict):
+        return {_finite(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return repr(value) if isinstance(value, float) and value - value != 0 else value
 
 
 _current: TrialContext | None = None

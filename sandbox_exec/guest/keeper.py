@@ -55,6 +55,7 @@ def keep(boot: dict[str, Any], slot: dict[str, Any], fds: list[int]) -> NoReturn
     """Serve one slot until the supervisor is gone. `fds` are named by `slot["fds"]`."""
     named = dict(zip(slot["fds"], map(_move_up, fds), strict=True))
     channel = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, named.pop("channel"))
+    keeper: _Keeper | None = None
     try:
         keeper = _Keeper(boot, slot, named, channel)
         while True:
@@ -64,6 +65,8 @@ def keep(boot: dict[str, Any], slot: dict[str, Any], fds: list[int]) -> NoReturn
             wire.send_line(channel, "failed", f"{type(error).__name__}: {error}")
         except OSError:
             pass
+        if keeper and not keeper.private:  # else the kernel does it, as init ends
+            keeper._sweep()
     finally:
         os._exit(1)
 

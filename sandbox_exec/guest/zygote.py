@@ -46,7 +46,7 @@ def main(control_fd: int) -> None:
             content, fds = message
             if "boot" in content:
                 boot = content["boot"]
-                boot["handles"] = fds
+                boot["handles"], boot["keepers"] = fds, set()
                 _boot(control, boot)
             elif "preload" in content:
                 _preload(content["preload"])
@@ -55,7 +55,8 @@ def main(control_fd: int) -> None:
                 poll.register(fds[0], select.POLLIN)
             else:
                 _fork_keeper(clients, boot, content, fds)
-    _clear_away(boot)
+    if boot:
+        _clear_away(boot)
 
 
 def _boot(control: _socket.socket, boot: dict[str, Any]) -> None:
@@ -113,6 +114,7 @@ def _fork_keeper(
         for client in clients.values():
             client.close()
         keeper.keep(boot, slot, fds)
+    boot["keepers"].add(pid)
     channel = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fds[0])
     try:
         if pid > 0:
@@ -138,8 +140,12 @@ def _fork() -> tuple[int, int]:
 
 
 def _clear_away(boot: dict[str, Any]) -> None:
+    """Wait until no keeper is left. On the rungs without namespaces what survived one is our child by now: kill it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # so that the wait tells of each one
     try:
         while True:
+            if boot["mode"] != "namespaces":
+                _kill_orphans(boot["keepers"])
             os.waitpid(-1, 0)
     except ChildProcessError:
         pass
@@ -150,6 +156,19 @@ def _clear_away(boot: dict[str, Any]) -> None:
             pass  # the pool removed it in time
     if boot["scratch"]:
         view.remove_scratch(boot["scratch"])
+
+
+def _kill_orphans(keepers: set[int]) -> None:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            children = set(map(int, file.read().split()))
+    except OSError:
+        return  # not Linux: orphans do not come to us either
+    for pid in children - keepers:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
 
 
 def remove_cgroup(parent: int, name: str) -> None:

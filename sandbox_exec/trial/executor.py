@@ -28,9 +28,10 @@ from sandbox_exec.trial.supervisor import Supervisor
 
 
 class Executor:
-    """One attempt, from `start`. `on_done` is called once, with the completion that has not yet been written.
+    """One attempt, from `start`. Whoever runs the loop asks for `due_s` and calls `on_time` when that has come.
 
-    `sandbox` is the attempt's own from when it is there. Whoever runs the loop asks for `due_s` and calls `on_time`.
+    `on_started` is called when its sandbox is there, right before the agent; `on_done` once, with the completion
+    that has not yet been written.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Executor:
         folder: Path,
         provider: Provider,
         clock: Clock,
+        on_started: Callable[[ProcessSandbox], None],
         on_done: Callable[[TrialCompletion], None],
     ) -> None:
         self.dispatch, self.folder = dispatch, folder
@@ -47,7 +49,8 @@ class Executor:
         self.sandbox: ProcessSandbox | None = None
         self._supervisor: Supervisor | None = None
         self._stopped = self._frozen = False
-        self._provider, self._clock, self._on_done = provider, clock, on_done
+        self._provider, self._clock = provider, clock
+        self._on_started, self._on_done = on_started, on_done
 
     def start(self) -> None:
         try:
@@ -91,6 +94,7 @@ class Executor:
 
     def _begin(self, sandbox: ProcessSandbox) -> None:
         self.phase, self.sandbox = Phase.AGENT, sandbox
+        self._on_started(sandbox)
         self._supervisor = Supervisor(
             sandbox,
             self._launch,

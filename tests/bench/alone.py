@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -56,8 +57,8 @@ class InstantBackend:
     def adopt(self, active: list[ActiveTrial]) -> list[Adoption]:
         return []
 
-    def pause(self, ticket: WorkerTicket, timeout_s: float) -> PauseAck:
-        return PauseAck(ticket, frozen=True)
+    def pause(self, tickets: Sequence[WorkerTicket], timeout_s: float) -> list[PauseAck]:
+        return [PauseAck(ticket, frozen=True) for ticket in tickets]
 
     def capacity(self) -> int:
         return IN_FLIGHT

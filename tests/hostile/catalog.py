@@ -8,7 +8,8 @@ What a row promises, in a `Situation`:
 - a "ready" event is in the trace: without it the attack did not take place, and the rest proves nothing;
 - the trial ends with one of `statuses`, or of `otherwise` where `otherwise_where` holds;
 - "escaped", in the ready event or the result, is true where `escapes_where` holds, and false elsewhere;
-- a process of it is left where `survives_where` holds, and none elsewhere; `racy_where`: it can go either way;
+- a process of it is left where `survives_where` holds, and none elsewhere; `racy_where`: it can go either way.
+  None is left anywhere once its pool is closed;
 - the supervisor is stopped or dead where `harms_where` holds, and unharmed elsewhere.
 
 All five hold exactly: an agent that no longer does what the table says has to lose its entry. On the rungs with
@@ -182,8 +183,9 @@ def _hog(name: str, wants: str, statuses: tuple[str, ...] = MEMORY, **rest: Any)
 
 
 def _bomb(name: str, wants: str, **rest: Any) -> HostileAgent:
-    limits = {"pids": 64, "timeout_s": CEILING_S}
-    return _dies(name, wants, PIDS, limits=limits, otherwise_where=_without_ceilings, otherwise=TIMEOUT, **rest)
+    # It takes the processor from a keeper that only watches, which may then not see it before its deadline.
+    limits, either = {"pids": 64, "timeout_s": CEILING_S}, PIDS + TIMEOUT
+    return _dies(name, wants, PIDS, limits=limits, otherwise_where=_without_cgroup, otherwise=either, **rest)
 
 
 _PIDNS: Final = ("outer_pidns",)
@@ -209,6 +211,7 @@ _ROWS = (
         "forks_daemon_in_grace",
         "to use the grace after SIGTERM",
         limits={"grace_s": 0.5},  # it needs the grace to attack at all
+        survives_where=nowhere,  # what it forked is still below it when the tree is walked
     ),
     _daemon(_finishes, "holds_stdout_open", "a supervisor that waits for EOF"),
     _daemon(_hangs, "looks_like_ours", "to be spared by a search for names", arguments=("name",)),

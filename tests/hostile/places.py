@@ -7,6 +7,7 @@ drivers in a pid namespace of their own (see `ordinary_user`), where what escape
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,7 @@ class Place:
     situation: Situation
     is_driver: bool = True
 
+    @functools.cache  # noqa: B019 - a place lives as long as the session
     def why_not(self) -> str:
         """Why this machine, or this user, has no such place; empty if it has."""
         if sys.platform != "linux" or not kernel.SUPPORTED:
@@ -116,18 +118,23 @@ def selected(request: pytest.FixtureRequest) -> list[Trial]:
     return [trial for trial in found if isinstance(trial, Trial)]
 
 
-def run(trials: Sequence[Trial]) -> dict[Trial, Result]:
-    """Run them all, those of one place beside each other."""
-    results = {trial: Result() for trial in trials}
-    for place in (PLACES[name] for name in dict.fromkeys(trial.place for trial in trials)):
-        own = [trial for trial in trials if trial.place == place.name]
-        if place.why_not():
-            continue
-        if place.is_driver:
-            _run_in_drivers(place, own, results)
-        else:
-            _run_here(place, own, results)
-    return results
+class Results:
+    """The results of many trials; those of a place are run together, beside each other, when one of them is wanted."""
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self._trials = trials
+        self._done: dict[Trial, Result] = {}
+
+    def __getitem__(self, trial: Trial) -> Result:
+        """Skips the test if there is no such place."""
+        place = PLACES[trial.place]
+        if reason := place.why_not():
+            pytest.skip(reason)
+        if trial not in self._done:
+            own = [each for each in self._trials if each.place == place.name]
+            self._done |= {each: Result() for each in own}
+            (_run_in_drivers if place.is_driver else _run_here)(place, own, self._done)
+        return self._done[trial]
 
 
 def _run_here(place: Place, trials: Sequence[Trial], results: dict[Trial, Result]) -> None:

@@ -2,7 +2,7 @@
 
 `run_beside` runs many rows at a time, in lanes: each has a pool with one worker, so that after a trial its sandbox
 is idle and whatever is still in it is a survivor. `run_alone` gives each row a pool of its own, for the rungs where
-a survivor can only be told by its being there when that pool is gone.
+only an idle pool, and one that is gone, can tell what survived.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import queue
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from hostile.catalog import CATALOG, HostileAgent
 from sandbox_exec import Command, Limits, Outcome, Pool
 
 AGENTS = Path(__file__).parent / "agents"
+LANES = 8  # most agents do nothing but wait for their deadline
 LONGER = 20  # times, for an agent that was not ready in time on a machine that is busy
 Case = tuple[str, str]  # the name of a row, and "callable" or "command"
 
@@ -45,6 +45,7 @@ class Report:
     is_ready: bool  # the attack took place
     has_escaped: bool  # by its own account
     survivors: tuple[str, ...]
+    outlived: tuple[str, ...]  # its pool
     answers: bool  # the pool, after it
     proof: str  # of the kill; empty if there was none
     account: str  # what the agent says, and what went wrong, for a person
@@ -55,7 +56,7 @@ class Report:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Report:
-        return cls(**{**data, "survivors": tuple(data["survivors"])})
+        return cls(**{**data, "survivors": tuple(data["survivors"]), "outlived": tuple(data["outlived"])})
 
 
 class Surroundings:
@@ -142,7 +143,14 @@ def events(outcome: Outcome, kind: str) -> list[dict[str, Any]]:
     return [event for event in outcome.trace if event.get("type") == kind]
 
 
-def report(row: HostileAgent, form: str, outcome: Outcome, survivors: Sequence[str], answers: bool) -> Report:
+def report(
+    row: HostileAgent,
+    form: str,
+    outcome: Outcome,
+    survivors: Sequence[str],
+    answers: bool,
+    outlived: Sequence[str] = (),
+) -> Report:
     said = [*events(outcome, "ready")]
     said += [event["result"] for event in events(outcome, "result") if isinstance(event.get("result"), dict)]
     said += [outcome.value] if isinstance(outcome.value, dict) else []
@@ -154,6 +162,7 @@ def report(row: HostileAgent, form: str, outcome: Outcome, survivors: Sequence[s
         is_ready=bool(events(outcome, "ready")),
         has_escaped=any(bool(words.get("escaped")) for words in said),
         survivors=tuple(survivors),
+        outlived=tuple(outlived),
         answers=answers,
         proof=outcome.kill.proof if outcome.kill else "",
         account=f"{str(said)[:1000]} {error} {outcome.stderr[-300:]}",
@@ -162,15 +171,16 @@ def report(row: HostileAgent, form: str, outcome: Outcome, survivors: Sequence[s
 
 
 def still_answers(pool: Pool, limits: Limits) -> bool:
-    """In the same sandbox, if it is lent again; a second try has the time that a busy machine may need."""
-    outcomes = (pool.submit(len, "answer", limits=each).result() for each in (limits, Limits()))
+    """In the same sandbox, if it is lent again. Further tries have the time that a busy machine may need, or that it
+    takes to remove what filled its disk."""
+    outcomes = (pool.submit(len, "answer", limits=each).result() for each in (limits, *[Limits()] * 5))
     return any(outcome.ok and outcome.value == 6 for outcome in outcomes)
 
 
 # --- beside each other, where a pid namespace tells the trials apart -------------------------------
 
 
-def run_beside(rung: str, cases: Sequence[Case], around: Surroundings, lanes: int = 4) -> Iterator[Report]:
+def run_beside(rung: str, cases: Sequence[Case], around: Surroundings, lanes: int = LANES) -> Iterator[Report]:
     """Reports in the order in which they come."""
     todo: queue.SimpleQueue[Case] = queue.SimpleQueue()
     done: queue.SimpleQueue[Report | BaseException | None] = queue.SimpleQueue()
@@ -243,26 +253,24 @@ def is_waiting_for_its_trial(pid: int) -> bool:
 
 
 def run_alone(rung: str, cases: Sequence[Case], around: Surroundings, patience_s: dict[str, float]) -> Iterator[Report]:
-    """Only for a driver of `ordinary_user`: it ends every other process that it can. `patience_s` by row."""
+    """Only for a driver of `ordinary_user`, which is alone in its pid namespace. `patience_s` by row."""
     for name, form in cases:
         row = CATALOG[name]
         with Pool(1, containment=rung) as pool:
             outcome = run_one(pool, row, form, around)
+            survivors = strangers(patience_s[name])
             answers = still_answers(pool, limits_of(row))
-        survivors = others_in_here(patience_s[name])
-        yield report(row, form, outcome, survivors, answers)
-        while others := everyone_else():
-            with contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)  # all but this process and the first one, at once
-            leftovers.wait_for_end_of_one(others, time.monotonic() + 1)
+        yield report(row, form, outcome, survivors, answers, strangers(leftovers.PATIENCE_S))
 
 
-def others_in_here(patience_s: float) -> list[str]:
+def strangers(patience_s: float) -> list[str]:
+    """Every process in here but the first one, this one, and its children: the zygote of an idle pool."""
     deadline_s = time.monotonic() + patience_s
-    while (others := everyone_else()) and leftovers.wait_for_end_of_one(others, deadline_s):
+    while (found := _strangers()) and leftovers.wait_for_end_of_one(found, deadline_s):
         pass
-    return [leftovers.describe(pid) for pid in others]
+    return [leftovers.describe(pid) for pid in found]
 
 
-def everyone_else() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())]
+def _strangers() -> list[int]:
+    ours = {1, os.getpid(), *leftovers.children(os.getpid())}
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in ours]

@@ -1,4 +1,4 @@
-"""Wants every task slot of the machine with threads instead of processes; stops by itself at 2 000."""
+"""Wants every task slot of the machine with threads instead of processes; stops by itself at 500."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ def attack(ready: Callable[[dict[str, object]], object]) -> None:
     threading.stack_size(64 * 1024)
     started = 0
     ready({})
-    while started < 2000:
+    while started < 500:
         try:
             threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
         except RuntimeError:

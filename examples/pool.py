@@ -1,6 +1,6 @@
 """Eight agents, one task: which words occur most often in a text? Some are good, the others misbehave.
 
-    .venv/bin/python examples/quickstart.py [CONTAINMENT]
+    .venv/bin/python examples/pool.py [CONTAINMENT]
 
 Every agent runs in a sandbox of its own, beside the others. Whatever it does, the pool gives back an outcome.
 CONTAINMENT is a rung that `sandbox-exec doctor` shows, to see what a weaker one does; by default the strongest.
