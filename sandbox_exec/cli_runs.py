@@ -120,7 +120,8 @@ def run(
 ) -> None:
     """Run an experiment.
 
-    Durably: it can be watched, paused, stopped and continued. Ctrl-C finishes what is in flight and stops; a second one kills it. Nothing that was committed is lost.
+    Durably: it can be watched, paused, stopped and continued. Ctrl-C finishes what is in flight and stops; a second
+    one kills it. Nothing that was committed is lost.
     """
     from sandbox_exec import runs as door
 
@@ -301,7 +302,8 @@ def _watch(look: Callable[[], RunStatus], json: bool) -> None:
 def pause(name: Run, runs: Runs = "runs", json: Json = False) -> None:
     """Freeze a run that is worked at.
 
-    Nothing more is started, what is in flight stands still, and its deadlines with it. Ends the run as interrupted if a trial cannot be frozen.
+    Nothing more is started, what is in flight stands still, and its deadlines with it. Ends the run as interrupted
+    if a trial cannot be frozen.
     """
     answer = _ask(name, runs, do="pause")
     if answer["status"] == "paused":
@@ -343,7 +345,8 @@ def stop(
 def history(name: Run, runs: Runs = "runs") -> None:
     """Write what the agents did.
 
-    As canonical JSON, one committed trial a line. The same experiment gives the same bytes, at any concurrency and after any crash: no times, no workers.
+    As canonical JSON, one committed trial a line. The same experiment gives the same bytes, at any concurrency and
+    after any crash: no times, no workers.
     """
     from sandbox_exec import runs as door
     from sandbox_exec.store import RunStore

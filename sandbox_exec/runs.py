@@ -127,7 +127,8 @@ def run(
     on_ready: given the coordinator before the first trial: `drain` and `kill` may be called from anywhere.
 
     Ctrl-C is KeyboardInterrupt, as everywhere: what is in flight is killed, and the run can be continued.
-    Raises `InvalidExperiment`, `InvalidValue` and `SandboxUnavailable` before anything has been run.
+    Raises `InvalidExperiment`, `InvalidValue` and `SandboxUnavailable` before there is a run. What goes wrong with the
+    machine later ends it as interrupted, with the reason.
     """
     if isinstance(experiment, Experiment):
         check_files(experiment)
@@ -300,9 +301,10 @@ def _check_run(experiment: Experiment, workers: int | None, containment: str, ba
     faults = [*_not_built(experiment), *_not_in_environment(experiment)]
     if faults:
         raise InvalidExperiment("\n  ".join(["this experiment cannot be run:", *faults]))
-    if backend is None and experiment.sandbox.require is not None:
+    if backend is None and (containment != "auto" or experiment.sandbox.require is not None):
+        found = chosen(containment)
         for limits in limits_of(experiment):
-            require(chosen(containment), limits)
+            require(found, limits)
 
 
 def _not_built(experiment: Experiment) -> Iterable[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -9,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,7 +56,8 @@ WORKERS = 2
 class Bench(Protocol):
     """A backend, and what a test needs beside it."""
 
-    backend: WorkerBackend
+    @property
+    def backend(self) -> WorkerBackend: ...
 
     def dispatch(self, idx: int, *, holds: bool = False) -> tuple[TrialDispatch, Path]:
         """An attempt that ends at once, or one that runs until it is let go."""
@@ -62,12 +65,13 @@ class Bench(Protocol):
     def let_go(self, ticket: WorkerTicket) -> None: ...
     def await_held(self, *tickets: WorkerTicket) -> None: ...
     def lose(self, ticket: WorkerTicket) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the backend, unless that was done."""
 
 
 class ScriptedBench:
     def __init__(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
+        self.folder, self._closed = tmp_path, False
         self._holds: set[int] = set()
         self.backend = ScriptedBackend(
             ManualClock(), WORKERS, lambda one: HOLDS if one.slot.schedule_idx in self._holds else Play(), patience_s=1
@@ -87,12 +91,14 @@ class ScriptedBench:
         self.backend.say(Lost(ticket, "as the test says"))
 
     def close(self) -> None:
-        self.backend.close()
+        if not self._closed:
+            self._closed = True
+            self.backend.close()
 
 
 class LocalBench:
     def __init__(self, tmp_path: Path, meeting: Meeting, **settings: Any) -> None:
-        self.folder, self.meeting = tmp_path, meeting
+        self.folder, self.meeting, self._closed = tmp_path, meeting, False
         one = experiment(tmp_path / "base", ["t"], sandbox={"readable": [meeting.folder]})
         self.backend = LocalBackend(WORKERS, limits=limits_of(one), **settings)
 
@@ -111,7 +117,9 @@ class LocalBench:
         os.kill(worker_pid(ticket), signal.SIGKILL)
 
     def close(self) -> None:
-        self.backend.close()
+        if not self._closed:
+            self._closed = True
+            self.backend.close()
 
 
 def make_dispatch(folder: Path, idx: int, what: Any, **limits: Any) -> tuple[TrialDispatch, Path]:
@@ -147,20 +155,22 @@ def active(dispatch: TrialDispatch, ticket: WorkerTicket) -> ActiveTrial:
     )
 
 
+_unheard: weakref.WeakKeyDictionary[WorkerBackend, list[WorkerEvent]] = weakref.WeakKeyDictionary()
+
+
 def hear(backend: WorkerBackend, *kinds: type[WorkerEvent]) -> WorkerEvent:
-    """The next event of one of these kinds; what comes before is passed over."""
+    """The next event of one of these kinds; what comes before is passed over, what comes with it is kept."""
+    waiting = _unheard.setdefault(backend, [])
     while True:
-        for event in backend.poll(60):
-            if isinstance(event, kinds):
+        while waiting:
+            if isinstance(event := waiting.pop(0), kinds):
                 return event
+        waiting += backend.poll(60)
 
 
 def hear_all(backend: WorkerBackend, count: int) -> list[WorkerEvent]:
     """How `count` attempts ended."""
-    heard: list[WorkerEvent] = []
-    while len(heard) < count:
-        heard += [event for event in backend.poll(60) if isinstance(event, Finished | Lost)]
-    return heard
+    return [hear(backend, Finished, Lost) for _ in range(count)]
 
 
 def ending(ticket: WorkerTicket) -> TrialCompletion:
@@ -314,9 +324,8 @@ def test_closing_kills_what_still_runs(bench: Bench) -> None:
     ticket = bench.backend.submit(*bench.dispatch(0, holds=True))
     bench.backend.begin(ticket)
     bench.await_held(ticket)
-    bench.backend.close()
+    bench.close()
     assert ending(ticket).status is Status.CANCELLED
-    bench.close = lambda: None  # type: ignore[method-assign]
 
 
 # --- of real processes ---
@@ -361,7 +370,8 @@ def agents_of(ticket: WorkerTicket) -> set[int]:
     """The processes in the worker's sandbox, where there are cgroups to find them by."""
     found: set[int] = set()
     for folder in cgroups_of(ticket):
-        found.update(map(int, (folder / "0" / "cgroup.procs").read_text().split()))
+        for members in folder.glob("0/cgroup.procs"):
+            found.update(map(int, members.read_text().split()))
     if not found:
         pytest.skip("no cgroups here: the processes of a sandbox cannot be found from outside")
     return found
@@ -445,7 +455,7 @@ def test_when_the_zygote_is_killed_attempts_are_run_all_the_same(real: LocalBenc
 def test_who_cannot_be_given_a_worker_is_told_why(tmp_path: Path, orphans: None) -> None:
     backend = LocalBackend(1, containment="magic")
     try:
-        with pytest.raises(SandboxUnavailable, match="no worker can be had: .*magic"):
+        with pytest.raises(SandboxUnavailable, match=r"no worker can be had: .*magic"):
             backend.submit(*make_dispatch(tmp_path, 0, {}))
     finally:
         backend.close()
@@ -493,16 +503,15 @@ def test_closing_ends_even_a_worker_that_hangs(real: LocalBench, monkeypatch: py
     with Watch([worker_pid(ticket), *agents_of(ticket)]) as watch:
         real.close()
         assert not any(map(watch.is_alive, watch.pids))
-    real.close = lambda: None  # type: ignore[method-assign]
 
 
 def test_a_worker_goes_on_though_its_coordinator_does_not_read(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     worker = Worker(theirs, "auto", [])
-    with pytest.raises(BlockingIOError):
+    with contextlib.suppress(BlockingIOError):
         while True:
             theirs.send(b"x" * 4095 + b"\n")
-    dispatch, folder = make_dispatch(tmp_path, 0, {"nap_s": 1.0})  # some beats long
+    _, folder = make_dispatch(tmp_path, 0, {"nap_s": 1.0})  # some beats long
     ours.sendall(json.dumps({"run": str(folder)}).encode() + b"\n")
     thread = threading.Thread(target=worker.run)
     thread.start()
@@ -536,7 +545,7 @@ class DeadCoordinator:
             tickets = [backend.submit(*one) for one in dispatches]
             for ticket in tickets:
                 backend.begin(ticket)
-            for ticket in tickets:
+            for _ in tickets:
                 assert isinstance(hear(backend, Started, Finished, Lost), Started)
             if pauses:
                 assert all(ack.frozen for ack in backend.pause(tickets, 60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 QUICKSTART = {
+    "variant": ["success", "agent_error", "task_timeout", "memory_exceeded"],
+    "careful": ["10", "-", "-", "-"],
+    "sloppy": ["6", "4", "-", "-"],
+    "wild": ["6", "-", "2", "2"],
+}
+POOL = {
     "counts": "success",
     "careless": "success",
     "in_shell": "success",
@@ -23,27 +31,83 @@ QUICKSTART = {
 }
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+def run(*command: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
 
 
-def cells(output: str) -> dict[str, list[str]]:
-    """The rows of the table of outcomes, by agent."""
+def cells(output: str, names: dict[str, object]) -> dict[str, list[str]]:
+    """The rows of a table that begin with these names."""
     words = [line.split() for line in output.splitlines()]
-    return {name: rest for name, *rest in filter(None, words) if name in QUICKSTART}
+    return {name: rest for name, *rest in filter(None, words) if name in names}
+
+
+# --- quickstart: a run from the shell ---
 
 
 @pytest.fixture(scope="module")
-def quickstart() -> str:
-    return run(sys.executable, "-W", "error", "examples/quickstart.py")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What it prints, and the run's folder."""
+    cwd = tmp_path_factory.mktemp("quickstart")
+    command = (sys.executable, "-W", "error", "-P", "-m", "sandbox_exec", "run")
+    output = run(*command, str(ROOT / "examples" / "quickstart" / "experiment.yaml"), cwd=cwd)
+    (folder,) = (cwd / "runs").iterdir()
+    return output, folder
 
 
-def test_the_quickstart_shows_each_agent_with_its_status_and_score(quickstart: str) -> None:
-    table = cells(quickstart)
-    assert {name: row[0] for name, row in table.items()} == QUICKSTART
+def test_the_quickstart_shows_how_the_trials_of_each_variant_ended(quickstart: tuple[str, Path]) -> None:
+    output, folder = quickstart
+    assert cells(output, {**QUICKSTART}) == QUICKSTART
+    assert output.splitlines()[0] == f"runs/{folder.name}: 30 trials, 4 at once"
+    assert output.splitlines()[-1].startswith("completed: 30 of 30 trials committed")
+
+
+def test_the_answers_of_the_quickstart_are_in_its_folder(quickstart: tuple[str, Path]) -> None:
+    _, folder = quickstart
+    found = {path.parent.parent.name.rpartition("-")[0]: path.read_text() for path in folder.rglob("result.json")}
+    assert found["careful.largest-gap.0"] == '{"answer":3}\n'
+    assert found["careful.mean-of-nothing.1"] == '{"answer":null}\n'
+    assert found["sloppy.median.0"] == '{"answer":3}\n'
+    assert "sloppy.mean-of-nothing.0" not in found
+    traces = [path.read_text() for path in folder.glob("trials/wild.median.*/attempt-1/trace.jsonl")]
+    assert all('"hanging"' in trace for trace in traces)
+    assert len(traces) == 2
+    assert len([*folder.glob("trials/sloppy.largest-gap.*/attempt-2")]) == 2  # the task allows one retry
+
+
+def test_the_readme_shows_what_the_quickstart_prints(quickstart: tuple[str, Path]) -> None:
+    output, folder = quickstart
+    shown = README[README.index("$ .venv/bin/sandbox-exec run") :].partition("```")[0]
+    assert cells(shown, {**QUICKSTART}) == QUICKSTART
+    printed = {re.sub(r" +[\d.]+ m?s ", " ", line) for line in output.splitlines()}
+    trials = [re.sub(r" +[\d.]+ m?s ", " ", line) for line in shown.splitlines() if "/30  " in line]
+    assert len(trials) > 5
+    assert set(trials) <= printed
+
+
+def test_the_quickstart_script_says_the_command_that_it_runs() -> None:
+    stamps = [ROOT / ".venv" / name for name in ("installed", "installed-dev")]
+    if not any(stamp.exists() for stamp in stamps):
+        pytest.skip("would install packages: there is no .venv that scripts/test made")
+    first, second, *rest = run("scripts/quickstart").splitlines()
+    assert first == "$ .venv/bin/sandbox-exec run examples/quickstart/experiment.yaml"
+    assert cells("\n".join(rest), {**QUICKSTART}) == QUICKSTART
+    shutil.rmtree(ROOT / second.partition(":")[0])
+
+
+# --- the others ---
+
+
+@pytest.fixture(scope="module")
+def pool() -> str:
+    return run(sys.executable, "-W", "error", "examples/pool.py")
+
+
+def test_the_pool_shows_each_agent_with_its_status_and_score(pool: str) -> None:
+    table = cells(pool, {**POOL})
+    assert {name: row[0] for name, row in table.items()} == POOL
     assert {name: row[2] for name, row in table.items() if row[2] != "-"} == {
         "counts": "3/3",
         "careless": "1/3",
@@ -53,20 +117,38 @@ def test_the_quickstart_shows_each_agent_with_its_status_and_score(quickstart: s
     }
 
 
-def test_the_quickstart_leaves_nothing_and_says_what_held_its_agents(quickstart: str) -> None:
-    assert "0 daemons, 0 other processes" in quickstart
-    assert re.search(r"^Held by [a-z-]+: file system", quickstart, re.MULTILINE)
+def test_the_pool_leaves_nothing_and_says_what_held_its_agents(pool: str) -> None:
+    assert "0 daemons, 0 other processes" in pool
+    assert re.search(r"^Held by [a-z-]+: file system", pool, re.MULTILINE)
 
 
-def test_the_quickstart_fits_a_hundred_columns(quickstart: str) -> None:
-    assert max(map(len, quickstart.splitlines())) <= 100
+def test_the_pool_fits_a_hundred_columns(pool: str) -> None:
+    assert max(map(len, pool.splitlines())) <= 100
 
 
-def test_the_readme_shows_what_the_quickstart_prints() -> None:
-    assert {name: row[0] for name, row in cells((ROOT / "README.md").read_text()).items()} == QUICKSTART
+def test_the_readme_shows_what_the_pool_prints() -> None:
+    assert {name: row[0] for name, row in cells(README, {**POOL}).items()} == POOL
 
 
-def test_the_second_example_maps_awaits_and_cancels() -> None:
+def test_the_python_example_is_interrupted_and_continued(tmp_path: Path) -> None:
+    output = run(sys.executable, "-W", "error", "examples/python_api.py", str(tmp_path))
+    first, second = output.split("continue:\n")
+    committed = re.search(r"interrupted \(seen enough for now\): (\d+) of 12 trials", first)
+    assert committed is not None
+    assert 4 <= int(committed[1]) < 12
+    trial = re.compile(r"^  (three|four|none|many) +(careful|sloppy|sleepy) +(\w+)", re.MULTILINE)
+    both = trial.findall(first) + trial.findall(second)
+    assert len(trial.findall(first)) == int(committed[1])
+    assert [task for task, _, _ in both] == [task for task in ("three", "four", "none", "many") for _ in range(3)]
+    assert {(task, agent): how for task, agent, how in both if how != "success"} == {
+        ("none", "sloppy"): "agent_error",
+        ("many", "sleepy"): "task_timeout",
+    }
+    assert "completed: 12 of 12 trials" in second
+    assert [*tmp_path.glob("medians-*/run.db")]
+
+
+def test_the_second_example_of_a_pool_maps_awaits_and_cancels() -> None:
     output = run(sys.executable, "-W", "error", "examples/asyncio_and_map.py")
     assert re.findall(r"(\d+) is prime", output) == ["2", "3", "5", "7", "11"]
     assert "1: agent_error, StopIteration" in output
@@ -76,17 +158,8 @@ def test_the_second_example_maps_awaits_and_cancels() -> None:
 
 def test_every_example_is_in_the_list_of_examples() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
-    files = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert files == set(re.findall(r"^\| \[([a-z_]+\.py)\]\(\1\)", listed, re.MULTILINE))
-
-
-def test_the_quickstart_script_says_the_command_that_it_runs() -> None:
-    stamps = [ROOT / ".venv" / name for name in ("installed", "installed-dev")]
-    if not any(stamp.exists() for stamp in stamps):
-        pytest.skip("would install packages: there is no .venv that scripts/test made")
-    first, *rest = run("scripts/quickstart").splitlines()
-    assert first == "$ .venv/bin/python examples/quickstart.py"
-    assert cells("\n".join(rest)).keys() == QUICKSTART.keys()
+    found = {path.name for path in (ROOT / "examples").iterdir()} - {"README.md", "__pycache__"}
+    assert found == set(re.findall(r"^\| \[([a-z_]+(?:\.py)?)\]\(", listed, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test", "_venv.sh"])

@@ -261,7 +261,7 @@ def test_an_exception_frees_the_run_kills_its_trials_and_commits_nothing_false(
         run(held, runs=tmp_path, run_id="one", callbacks=[Interrupted()])
     folder = tmp_path / "one"
     assert holder(folder) is None
-    assert (status_of(folder).status, status_of(folder).reason) == ("interrupted", "its coordinator is gone")
+    assert (status_of(folder).status, status_of(folder).reason) == ("interrupted", "KeyboardInterrupt: ")
     meeting.let_go(3)
     assert continue_run(folder).by_status == {Status.SUCCESS: 3}
     again = [json.loads(line)["attempts"] for line in history_of(folder).splitlines()]
@@ -290,13 +290,14 @@ def test_backend_and_store_are_closed_whatever_happens(tmp_path: Path) -> None:
     assert holder(tmp_path / "one") is None
 
 
-def test_workers_that_cannot_be_had_are_an_error_and_no_traceback(
+def test_a_run_whose_workers_cannot_be_had_can_be_continued_and_says_why(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     one = experiment(tmp_path)
     backend = LocalBackend(1, limits=limits_of(one), containment="magic")
-    with pytest.raises(SandboxUnavailable, match="there is no containment 'magic'; choose auto or"):
-        run(one, runs=tmp_path, backend=backend)
+    summary = run(one, runs=tmp_path, backend=backend)
+    assert (summary.status, summary.committed) == ("interrupted", 0)
+    assert "there is no containment 'magic'" in summary.reason
     assert capfd.readouterr().err == ""
 
 
@@ -377,6 +378,18 @@ def test_an_order_that_is_not_built_is_refused(tmp_path: Path) -> None:
 def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidExperiment, match="nowhere"):
         run(experiment(tmp_path, tasks=[{"id": "t", "input": 1, "workspace": "nowhere"}]), runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_containment_that_this_machine_does_not_give_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(wanted: str) -> Containment:
+        raise SandboxUnavailable(f"no {wanted} here")
+
+    monkeypatch.setattr(runs, "chosen", unavailable)
+    with pytest.raises(SandboxUnavailable, match="no user-namespaces here"):
+        run(experiment(tmp_path), runs=tmp_path / "runs", containment="user-namespaces")
     assert not (tmp_path / "runs").exists()
 
 

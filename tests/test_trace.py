@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sandbox_exec.contracts import Outcome, Usage
 from sandbox_exec.contracts.status import Status
 from sandbox_exec.trial import trace
-from sandbox_exec.trial.trace import MAX_DEPTH, MAX_LINE_BYTES, Tail, TraceReader, parse_object
+from sandbox_exec.trial.trace import MAX_DEPTH, MAX_LINE_BYTES, MAX_LINES, Tail, TraceReader, parse_object
 
 SHORT_LINE = 24  # stands in for MAX_LINE_BYTES, so that small examples have giants
 
@@ -149,6 +149,25 @@ def test_a_line_without_end_is_not_buffered() -> None:
         assert len(reader._tail) <= MAX_LINE_BYTES
     assert reader.finish() == ((), 1)
     assert reader.dropped_bytes == 64 * len(chunk)
+
+
+def test_a_flood_of_short_lines_does_not_become_a_flood_of_objects() -> None:
+    reader = TraceReader(64 << 20)
+    for _ in range(10):
+        reader.feed(b"{}\n" * 100_000)
+    events, torn = reader.finish()
+    assert (len(events), torn) == (MAX_LINES, 0)
+    assert reader.dropped_events == 1_000_000 - MAX_LINES
+    assert reader.dropped_bytes == 3 * reader.dropped_events
+
+
+@given(STREAMS, st.lists(st.integers(0, 400), max_size=8), st.integers(0, 5))
+def test_how_the_bytes_are_cut_does_not_change_how_many_lines_are_kept(
+    stream: bytes, places: list[int], most: int
+) -> None:
+    with mock.patch.object(trace, "MAX_LINES", most):
+        assert read(cut(stream, places), 120) == read([stream], 120)
+        assert len(read([stream], 120).events) <= most
 
 
 @given(st.text())

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 MAX_LINE_BYTES = 1 << 20  # one event; a line without end must not become a buffer without end
+MAX_LINES = 400_000  # parsed in one go, at about 2 us each, and a flood of short ones would be a flood of objects
 MAX_DEPTH = 128  # of lists and objects; readers of JSON, pydantic's among them, refuse to follow much further
 
 
 class TraceReader:
-    """Collects events, one JSON object a line, up to `limit` bytes; counts what it does not keep.
+    """Collects events, one JSON object a line, up to `limit` bytes and MAX_LINES; counts what it does not keep.
 
     Lines are kept as they came and parsed at the end: an agent that is killed leaves what it wrote, and a
     flood costs no more than its bytes.
@@ -47,12 +48,13 @@ class TraceReader:
                 self._room = 0  # as below: how the bytes came in must not decide what is kept
             self._lost = 0
             self._lose(lines.pop(0))
-        if size <= min(self._room, MAX_LINE_BYTES):  # nearly always: no line of these can be too long
+        fits = size <= min(self._room, MAX_LINE_BYTES)  # nearly always: no line of these can be too long
+        if fits and len(self._lines) + len(lines) <= MAX_LINES:
             self._room -= size
             self._lines += lines
             return
         for line in lines:
-            if len(line) + 1 > self._room:
+            if len(line) + 1 > self._room or len(self._lines) == MAX_LINES:
                 self._room = 0  # what is kept is a beginning, without gaps but for giants
             if self._room == 0 or len(line) > MAX_LINE_BYTES:
                 self._lose(line)

@@ -24,7 +24,7 @@ from hostile.catalog import CATALOG, Ceilings, Situation
 
 from sandbox_exec.guest import kernel
 
-DRIVERS = 4  # at a time: most of them wait for a deadline most of the time
+DRIVERS = 6  # at a time: most of them wait for a deadline most of the time
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _run_in_drivers(place: Place, trials: Sequence[Trial], results: dict[Trial, 
 
 
 def _run_batch(place: Place, trials: Sequence[Trial], results: dict[Trial, Result]) -> None:
-    lines, verdict = drive(place, _cases(trials))
+    is_harmed = CATALOG[trials[0].agent].harms_where(place.situation)
+    lines, verdict = drive(place, _cases(trials), 0.1 if is_harmed else leftovers.PATIENCE_S)
     for line in lines:
         report = runner.Report.from_json(line)
         results[Trial(place.name, report.name, report.form)].report = report

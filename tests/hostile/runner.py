@@ -1,8 +1,8 @@
 """Run rows of the catalog and say what became of each. What holds must be judged by who reads the reports.
 
 `run_beside` runs many rows at a time, in lanes: each has a pool with one worker, so that after a trial its sandbox
-is idle and whatever is still in it is a survivor. `run_alone` gives each row a pool of its own, for the rungs where
-only an idle pool, and one that is gone, can tell what survived.
+is idle and whatever is still in it is a survivor. `run_alone` runs one row after the other, for the rungs where a
+survivor can only be told by its being there at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,6 @@ def report(
     outcome: Outcome,
     survivors: Sequence[str],
     answers: bool,
-    outlived: Sequence[str] = (),
 ) -> Report:
     said = [*events(outcome, "ready")]
     said += [event["result"] for event in events(outcome, "result") if isinstance(event.get("result"), dict)]
@@ -162,7 +161,7 @@ def report(
         is_ready=bool(events(outcome, "ready")),
         has_escaped=any(bool(words.get("escaped")) for words in said),
         survivors=tuple(survivors),
-        outlived=tuple(outlived),
+        outlived=(),
         answers=answers,
         proof=outcome.kill.proof if outcome.kill else "",
         account=f"{str(said)[:1000]} {error} {outcome.stderr[-300:]}",
@@ -170,11 +169,17 @@ def report(
     )
 
 
-def still_answers(pool: Pool, limits: Limits) -> bool:
-    """In the same sandbox, if it is lent again. Further tries have the time that a busy machine may need, or that it
-    takes to remove what filled its disk."""
-    outcomes = (pool.submit(len, "answer", limits=each).result() for each in (limits, *[Limits()] * 5))
-    return any(outcome.ok and outcome.value == 6 for outcome in outcomes)
+def keeper_of_next(pool: Pool, limits: Limits) -> int:
+    """Whether the pool still answers: the pid of the keeper of another trial, or 0.
+
+    In the same sandbox, if it is lent again. Further tries have the time that a busy machine may need, or that it
+    takes to remove what filled its disk.
+    """
+    for each in (limits, *[Limits()] * 5):
+        outcome = pool.submit(os.getppid, limits=each).result()
+        if outcome.ok:
+            return int(outcome.value)
+    return 0
 
 
 # --- beside each other, where a pid namespace tells the trials apart -------------------------------
@@ -193,7 +198,7 @@ def run_beside(rung: str, cases: Sequence[Case], around: Surroundings, lanes: in
             with Pool(1, containment=rung) as pool:
                 with starting:
                     before = set(leftovers.children(os.getpid()))
-                    still_answers(pool, Limits())
+                    keeper_of_next(pool, Limits())
                     zygotes = set(leftovers.children(os.getpid())) - before
                 with contextlib.suppress(queue.Empty):
                     while True:
@@ -201,7 +206,8 @@ def run_beside(rung: str, cases: Sequence[Case], around: Surroundings, lanes: in
                         row = CATALOG[name]
                         outcome = run_one(pool, row, form, around)
                         survivors = in_pid_namespaces_below(zygotes)
-                        done.put(report(row, form, outcome, survivors, still_answers(pool, limits_of(row))))
+                        answers = keeper_of_next(pool, limits_of(row)) == 1
+                        done.put(report(row, form, outcome, survivors, answers))
         except BaseException as error:
             done.put(error)
         done.put(None)
@@ -253,24 +259,36 @@ def is_waiting_for_its_trial(pid: int) -> bool:
 
 
 def run_alone(rung: str, cases: Sequence[Case], around: Surroundings, patience_s: dict[str, float]) -> Iterator[Report]:
-    """Only for a driver of `ordinary_user`, which is alone in its pid namespace. `patience_s` by row."""
-    for name, form in cases:
-        row = CATALOG[name]
+    """Only for a driver of `ordinary_user`, which is alone in its pid namespace. `patience_s` by row.
+
+    A pool is used until something has survived in it: then it is closed, to see whether that outlives it too.
+    """
+    todo = list(cases)
+    while todo:
         with Pool(1, containment=rung) as pool:
-            outcome = run_one(pool, row, form, around)
-            survivors = strangers(patience_s[name])
-            answers = still_answers(pool, limits_of(row))
-        yield report(row, form, outcome, survivors, answers, strangers(leftovers.PATIENCE_S))
+            made = None
+            while todo and made is None:
+                name, form = todo.pop(0)
+                row = CATALOG[name]
+                outcome = run_one(pool, row, form, around)
+                keeper = keeper_of_next(pool, limits_of(row))  # and then that of this trial is gone
+                survivors = strangers({keeper, *leftovers.children(os.getpid())}, patience_s[name])
+                made = report(row, form, outcome, survivors, keeper > 0)
+                if todo and not survivors and outcome.status != "environment_error":
+                    yield made
+                    made = None
+        if made is not None:
+            yield replace(made, outlived=tuple(strangers(set(), leftovers.PATIENCE_S)))
 
 
-def strangers(patience_s: float) -> list[str]:
-    """Every process in here but the first one, this one, and its children: the zygote of an idle pool."""
+def strangers(known: set[int], patience_s: float) -> list[str]:
+    """Every process in here but the first one, this one, and those that are known."""
     deadline_s = time.monotonic() + patience_s
-    while (found := _strangers()) and leftovers.wait_for_end_of_one(found, deadline_s):
+    while (found := _strangers(known)) and leftovers.wait_for_end_of_one(found, deadline_s):
         pass
     return [leftovers.describe(pid) for pid in found]
 
 
-def _strangers() -> list[int]:
-    ours = {1, os.getpid(), *leftovers.children(os.getpid())}
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in ours]
+def _strangers(known: set[int]) -> list[int]:
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    return sorted(pids - {1, os.getpid()} - known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -21,7 +22,7 @@ def answer(question: str, numbers: list[int]) -> float | None:
             return statistics.mean(numbers)
         case "largest gap":
             ordered = sorted(numbers)
-            return max(b - a for a, b in zip(ordered, ordered[1:], strict=False))
+            return max(b - a for a, b in itertools.pairwise(ordered))
     return None
 
 
