@@ -1,6 +1,7 @@
 """The shell's door. Human output is for people, on a terminal or in a file; `--json` is for programs.
 
-Exit codes: 0 done, 2 bad usage, 3 this machine cannot do what was asked, 5 it failed.
+Exit codes: 0 done, 2 bad usage or experiment, 3 this machine cannot do what was asked, 4 interrupted and can be
+continued, 5 it failed. The commands about runs are in `cli_runs`.
 """
 
 from __future__ import annotations

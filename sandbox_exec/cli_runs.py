@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sandbox_exec.runs import RunStatus, RunSummary
 
 INTERRUPTED: Final = 4
-BEFORE_IT_BEGAN: Final = 130  # as a shell says it of what Ctrl-C ended: there is nothing to continue
+CTRL_C: Final = 130  # as a shell says it of what that ended: there is nothing to continue
 FAILED: Final = 5
 EXPERIMENT_FILE: Final = "ExperimentFile"
 WATCH_S: Final = 0.5  # between two looks at a run of another process
@@ -163,7 +163,7 @@ def continue_(
 
 
 def _work(work: Callable[[Display, Callable[[Coordinator], None]], RunSummary], json: bool) -> None:
-    from sandbox_exec.display import display_on, lines_of, summary_table
+    from sandbox_exec.display import display_on
 
     console = _console(stderr=json)
     display = display_on(console)
@@ -173,18 +173,25 @@ def _work(work: Callable[[Display, Callable[[Coordinator], None]], RunSummary], 
         display.line(_beginning(coordinator))
 
     try:
-        with _Signals(display) as signals, display:
-            summary = work(display, on_ready)
+        with _Signals(display) as signals:
+            with display:
+                summary = work(display, on_ready)
+            _print_summary(summary, json)  # still deaf to a Ctrl-C that comes late
     except KeyboardInterrupt:
         print("sandbox-exec: interrupted before the first trial", file=sys.stderr)
-        raise typer.Exit(BEFORE_IT_BEGAN) from None
+        raise typer.Exit(CTRL_C) from None
+    raise typer.Exit(_CODES[summary.status])
+
+
+def _print_summary(summary: RunSummary, json: bool) -> None:
+    from sandbox_exec.display import lines_of, summary_table
+
     if json:
         print(summary.model_dump_json(indent=2))
     else:
         for line in lines_of(summary_table(summary)) if summary.committed else ():
             print(line)
-    print(_ending(summary), file=sys.stderr if json else sys.stdout)
-    raise typer.Exit(_CODES[summary.status])
+    print(_ending(summary), file=sys.stderr if json else sys.stdout, flush=True)
 
 
 def _beginning(coordinator: Coordinator) -> str:
@@ -334,7 +341,10 @@ def stop(
 
     folder = door.find_run(name, runs)
     _ask(folder, runs, do="stop", now=now)
-    wait_until_free(folder)
+    try:
+        wait_until_free(folder)
+    except KeyboardInterrupt:
+        raise typer.Exit(CTRL_C) from None
     found = door.status_of(folder)
     far = f"{found.committed} of {found.slots} trials committed"
     hint = "" if found.status == "completed" else f"; to go on: sandbox-exec continue {_shown(found.folder)}"

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -638,7 +639,7 @@ def resolve(limits: Limits, variant: Variant, base: Path) -> tuple[Limits, Varia
         words = []
         for word in agent.command:
             path = base / word
-            beside = word and not word.startswith("-") and path.is_file()
+            beside = word and not word.startswith("-") and os.path.isfile(path)  # which a word of any length may be
             words.append(str(path) if beside else word)
             if beside:
                 shown.append(path)

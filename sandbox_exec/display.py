@@ -6,6 +6,7 @@ A display is a `RunCallback` and hears nothing else, so it costs a run only what
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -384,7 +385,8 @@ class PlainDisplay(Display):
         self._wrote_s = now_s()
 
     def say(self, text: str) -> None:
-        os.write(self._notices, f"{text}\n".encode())
+        with contextlib.suppress(OSError):  # nobody is there to read it
+            os.write(self._notices, f"{text}\n".encode())
 
     def on_trial_end(self, completion: TrialCompletion) -> None:
         super().on_trial_end(completion)
@@ -399,7 +401,10 @@ class PlainDisplay(Display):
 
     def line(self, text: str) -> None:
         self._wrote_s = self._now_s()
-        self._write(text)
+        try:
+            self._write(text)
+        except OSError:  # a reader that has gone, such as `head`, is no reason to end a run
+            self._write = len
 
 
 def lines_of(renderable: RenderableType, width: int = WIDTH) -> Iterable[str]:

@@ -28,7 +28,7 @@ import cloudpickle
 import psutil
 
 from sandbox_exec.clock import MonotonicClock
-from sandbox_exec.containment import Containment, require
+from sandbox_exec.containment import Containment, check_readable, require
 from sandbox_exec.contracts import AgentError, Limits, Outcome, Status, Usage, derive_seed
 from sandbox_exec.errors import BrokenPool, InvalidValue, PoolClosed
 from sandbox_exec.sandbox.base import Launch
@@ -112,6 +112,7 @@ class Pool:
         self.memory_budget = _budget(memory_budget)
         self.containment: Containment = chosen(containment)
         require(self.containment, self.limits)
+        check_readable(self.limits.readable)
         self._check_fit(self.limits)
         self._env = dict(env or {})
         self._preload = list(preload)
@@ -131,6 +132,7 @@ class Pool:
         """Run it in a sandbox. The future's result is an `Outcome`, whatever the agent does."""
         limits = limits or self.limits
         require(self.containment, limits)
+        check_readable(limits.readable)
         self._check_fit(limits)
         launch = self._launch(call, args, kwargs, limits)
         future = Future()

@@ -132,6 +132,9 @@ class FakeSandbox:
         self.asked.append("close")
 
 
+Bells = tuple[tuple[Literal["started", "finished", "lost"], int], ...]
+
+
 @dataclass(frozen=True)
 class Play:
     """What becomes of a scripted attempt: how it ends, and what is heard of it.
@@ -144,7 +147,8 @@ class Play:
     error: str | None = None
     result_sha256: str | None = None
     retry_after_s: float | None = None
-    bells: tuple[tuple[Literal["started", "finished", "lost"], int], ...] = (("started", 0), ("finished", 0))
+    bells: Bells = (("started", 0), ("finished", 0))
+    early: bool = True  # its completion is written when it begins; else when it is heard of
     deaf: bool = False  # it hears neither pause nor stop
 
 
@@ -154,11 +158,12 @@ HOLDS = Play(bells=(("started", 0),))
 class ScriptedBackend:
     """A `WorkerBackend` with no process in it. Each attempt does what `script` says of its dispatch.
 
-    A completion is written when the attempt begins, or is stopped; the bell comes when the script says. `say` rings
-    any bell, such as one for a ticket that never was. `order` shuffles what is heard at once. `poll` lets no time
-    pass but that of the clock: it waits only for `wake`, and not for ever. `running` are the attempts that have begun
-    and whose end was not yet heard; `asked` has the calls in their order. `adopts` says which attempts of a coordinator
-    that died are alive; all others are what their folders say.
+    A completion is there at once, or with the bell, which comes when the script says. `say` rings any bell,
+    such as one for a ticket that never was. `order` shuffles what is heard at once. `poll` lets no time pass: it moves
+    the clock; where nothing is to come, or with `waits` always, it waits for `wake`. `say` and `finish` may be called
+    from any thread, the rest from one. `running` are the attempts that have begun and whose end was not yet heard;
+    `asked` has the calls in their order. `adopts` says which attempts of a coordinator that died are alive; all others
+    are what their folders say.
     """
 
     def __init__(
@@ -169,22 +174,26 @@ class ScriptedBackend:
         *,
         order: random.Random | None = None,
         adopts: Callable[[ActiveTrial], Play | None] = lambda active: None,
+        waits: bool = False,
         patience_s: float = 30.0,
     ) -> None:
         self.running: dict[WorkerTicket, TrialDispatch | ActiveTrial] = {}
         self.asked: list[tuple[str, int, int]] = []  # what, slot, attempt
         self._clock, self._capacity, self._script = clock, capacity, script
-        self._order, self._adopts, self._patience_s = order, adopts, patience_s
+        self._order, self._adopts, self._waits, self._patience_s = order, adopts, waits, patience_s
         self._reserved: dict[WorkerTicket, TrialDispatch] = {}
         self._plays: dict[WorkerTicket, Play] = {}
+        self._unwritten: dict[WorkerTicket, tuple[Play, TrialDispatch | ActiveTrial]] = {}
         self._frozen: set[WorkerTicket] = set()
         self._bells: list[tuple[int, WorkerEvent]] = []
         self._polls = self._workers = 0
         self._woken = threading.Event()
+        self._lock = threading.Lock()  # for the bells
 
     def say(self, event: WorkerEvent, late: int = 0) -> None:
         """Ring a bell, so many polls late."""
-        self._bells.append((self._polls + late + 1, event))
+        with self._lock:
+            self._bells.append((self._polls + late + 1, event))
 
     def finish(self, ticket: WorkerTicket, status: Status = Status.SUCCESS) -> None:
         """End an attempt that holds."""
@@ -210,23 +219,34 @@ class ScriptedBackend:
         self._perform(ticket, self._script(dispatch), dispatch)
 
     def poll(self, timeout_s: float | None) -> list[WorkerEvent]:
-        self._polls += 1
-        due = [bell for bell in self._bells if bell[1].ticket not in self._frozen]
-        if not due and not self._woken.is_set():
-            if timeout_s is not None:
+        if not self._is_due() and not self._woken.is_set():
+            if timeout_s is not None and not self._waits:
                 self._clock.advance(timeout_s)
             elif not self._woken.wait(self._patience_s):
                 raise RuntimeError("the coordinator waits for ever: nothing is under way that it could hear of")
         self._woken.clear()
-        if due:
-            self._polls = max(self._polls, min(poll for poll, _ in due))  # nothing comes sooner: no need to ask on
-        heard = [bell for bell in due if bell[0] <= self._polls]
-        self._bells = [bell for bell in self._bells if bell not in heard]
-        if self._order is not None:
-            self._order.shuffle(heard)
-        for _, event in heard:
+        heard = self._hear()
+        for event in heard:
+            if isinstance(event, Finished) and event.ticket in self._unwritten:
+                _write_completion(event.ticket, *self._unwritten.pop(event.ticket))
             if isinstance(event, Finished | Lost):
                 self.running.pop(event.ticket, None)
+        return heard
+
+    def _is_due(self) -> bool:
+        with self._lock:
+            return any(event.ticket not in self._frozen for _, event in self._bells)
+
+    def _hear(self) -> list[WorkerEvent]:
+        with self._lock:
+            self._polls += 1
+            audible = [bell for bell in self._bells if bell[1].ticket not in self._frozen]
+            if audible:
+                self._polls = max(self._polls, min(poll for poll, _ in audible))  # nothing comes sooner
+            heard = [bell for bell in audible if bell[0] <= self._polls]
+            self._bells = [bell for bell in self._bells if bell not in heard]
+        if self._order is not None:
+            self._order.shuffle(heard)
         return [event for _, event in heard]
 
     def wake(self) -> None:
@@ -273,18 +293,11 @@ class ScriptedBackend:
 
     def _perform(self, ticket: WorkerTicket, play: Play, of: TrialDispatch | ActiveTrial) -> None:
         self._plays[ticket], self.running[ticket] = play, of
-        if play.status is not None and any(bell == "finished" for bell, _ in play.bells):
-            completion = TrialCompletion(
-                slot=of.slot,
-                trial_id=of.trial_id,
-                attempt=of.attempt,
-                status=play.status,
-                phase=Phase.AGENT,
-                error=AgentError(type=play.error, message="as the script says") if play.error else None,
-                result_sha256=play.result_sha256,
-                retry_after_s=play.retry_after_s,
-            )
-            (ticket.folder / "completion.json").write_text(completion.model_dump_json())
+        if any(bell == "finished" for bell, _ in play.bells):
+            if play.early:
+                _write_completion(ticket, play, of)
+            else:
+                self._unwritten[ticket] = (play, of)
         for bell, late in play.bells:
             match bell:
                 case "started":
@@ -303,3 +316,19 @@ class ScriptedBackend:
         ticket = WorkerTicket(trial.slot.schedule_idx, trial.trial_id, trial.attempt, trial.worker, trial.folder)
         self._perform(ticket, play, trial)
         return Adoption(trial, "alive", ticket)
+
+
+def _write_completion(ticket: WorkerTicket, play: Play, of: TrialDispatch | ActiveTrial) -> None:
+    if play.status is None:
+        return
+    completion = TrialCompletion(
+        slot=of.slot,
+        trial_id=of.trial_id,
+        attempt=of.attempt,
+        status=play.status,
+        phase=Phase.AGENT,
+        error=AgentError(type=play.error, message="as the script says") if play.error else None,
+        result_sha256=play.result_sha256,
+        retry_after_s=play.retry_after_s,
+    )
+    (ticket.folder / "completion.json").write_text(completion.model_dump_json())

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import leftovers
 
-UID = 54_321  # nobody's; the kernel asks for no entry in passwd
+UID = 54_000  # the first of many that are nobody's; the kernel asks for no entry in passwd
 TESTS = Path(__file__).resolve().parent
 CHECKOUT = TESTS.parent
 HANG_S = 100.0  # bounds a failing test
@@ -69,7 +69,7 @@ class Driver:
 
 
 def start(
-    module: str, spec: dict[str, Any], *, uid: int | None = UID, cgroups: Sequence[Path] = (), patience_s: float = 5.0
+    module: str, spec: dict[str, Any], *, uid: int | None, cgroups: Sequence[Path] = (), patience_s: float = 5.0
 ) -> Driver:
     """Run `python -m module SPEC`. `uid` None: as the user of this process. `cgroups`: to be in from the start.
 
@@ -111,6 +111,11 @@ class DelegatedCgroups:
             self.left += [str(folder.relative_to(top)) for folder in below if folder != top]
             for folder in below:
                 folder.rmdir()
+
+
+def new_uid() -> int:
+    """A user that no driver has been before: agents of one must not meet those of another in what users share."""
+    return UID + next(_counter)
 
 
 _counter = itertools.count()
@@ -238,7 +243,8 @@ def _become_driver(order: dict[str, Any], home: str) -> NoReturn:
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
         os.chdir(home)
-        env = {"HOME": home, "PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONPATH": str(TESTS), "TMPDIR": "/tmp"}
+        env = {"HOME": home, "PATH": os.defpath, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
+        env["PYTHONPATH"] = f"{TESTS}:{CHECKOUT}"
         argv = [sys.executable, "-P", "-m", order["module"], json.dumps(order["spec"])]
         os.execve(sys.executable, argv, env)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,9 @@ def play(task):
             pipe.write(task["id"].encode() + b"\\n")
         with open(wait, "rb", buffering=0) as pipe:
             pipe.read(1)
+    if "writes_mib" in what:
+        with open(os.environ["SANDBOX_EXEC_OUT"] + "/large", "wb") as file:
+            file.write(bytes(what["writes_mib"] << 20))
     if "raise" in what:
         raise {"KeyError": KeyError, "ValueError": ValueError}[what["raise"]](task["id"])
     if "exit" in what:
@@ -54,6 +58,10 @@ def play(task):
 
 def weak(task):
     raise RuntimeError(task["id"])
+
+
+def not_a_number(task):
+    return {"score": float("nan")}
 '''
 NEVER_S = 1e9  # no attempt has that much: an agent that needs it hangs
 
@@ -76,6 +84,36 @@ def experiment(base: Path, tasks: Sequence[Any], variants: Sequence[Any] = ("v",
         base=base,
         **fields,
     )
+
+
+def varied(base: Path, seed: int, tasks: int, **design: Any) -> Experiment:
+    """Seeded naps, failures, timeouts, retries, prunings, chains and dependencies; what happens is the tasks' own."""
+    fate = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    for number in range(tasks):
+        what: dict[str, Any] = {"nap_s": fate.choice([0, 0, 0.005, 0.02])}
+        protocol: dict[str, Any] = {"timeout_s": 60.0}
+        row: dict[str, Any] = {"id": f"t{number:02}", "input": what, "protocol": protocol}
+        match number % 6:
+            case 1:
+                what |= {"raise": fate.choice(["KeyError", "ValueError"])}
+                protocol |= {"max_retries": fate.randrange(3)}
+            case 2:
+                what |= {"exit": fate.randrange(1, 100)}
+            case 3:
+                what |= {"needs_s": NEVER_S}
+                protocol |= {"timeout_s": 0.2, "timeout_action": fate.choice(["skip", "retry"])}
+        if number == 5:  # once: it takes its time
+            what |= {"needs_s": 3.0}
+            protocol |= {"timeout_s": 1.5, "timeout_action": "extend", "max_retries": 1}
+        if fate.random() < 0.4:
+            row["chain"] = fate.choice("xy")
+        if number > 1 and fate.random() < 0.3:
+            row["depends_on"] = [f"t{fate.randrange(number):02}"]
+        rows.append(row)
+    variants = ["plays", {"id": "weak", "agent": {"python": "agents:weak"}, "max_parallel_trials": 3}]
+    design = {"prune_after_failures": 3, **design}
+    return experiment(base, rows, variants, design=design, sandbox={"memory": "64MiB"})  # so that 32 fit anywhere
 
 
 def open_run(folder: Path, one: Experiment, at: At | None = None) -> RunStore:

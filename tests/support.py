@@ -133,7 +133,9 @@ def descendants(pid: int) -> list[int]:
 class Script:
     """A Python program of its own that talks to the test by the lines that it prints."""
 
-    def __init__(self, folder: Path, text: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, text: str, *arguments: str, env: dict[str, str] | None = None, python: str = ""
+    ) -> None:
         import subprocess
         import sys
         import textwrap
@@ -142,7 +144,7 @@ class Script:
         path = folder / "script.py"
         path.write_text(textwrap.dedent(text))
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, str(path), *arguments],
+            [python or sys.executable, str(path), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

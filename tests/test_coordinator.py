@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from runs_support import (
     statuses,
     work_at,
 )
+from support import spin_until
 
-from sandbox_exec.backends.base import Adoption, Finished, Lost, Started, Traced, WorkerTicket
+from sandbox_exec.backends.base import Adoption, Traced, WorkerTicket
 from sandbox_exec.contracts import ActiveTrial, Slot, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.control import ask
-from sandbox_exec.coordinator import PAUSE_S, STOP_S, Coordinator, RunCallback, RunEnd
-from sandbox_exec.errors import ProtocolFault, RunNotActive, SandboxUnavailable, StoreFull
+from sandbox_exec.coordinator import STOP_S, Coordinator, RunCallback, RunEnd
+from sandbox_exec.errors import RunNotActive, SandboxUnavailable, StoreFull
 from sandbox_exec.store import RunStore
 from sandbox_exec.testing import HOLDS, ManualClock, Play, ScriptedBackend
 
@@ -177,7 +179,7 @@ def test_a_trial_that_is_lost_too_often_is_committed_as_lost_with_the_reason(bas
 
 def test_a_run_that_is_continued_has_the_whole_budget_for_losses_again(base: Path, folder: Path) -> None:
     one = experiment(base, ["a"], design={"infra_retries": 1})
-    run_scripted(folder, one, in_turn(LOST, HOLDS), callbacks=[Then(lambda run: run.kill("test"), 2)])
+    run_scripted(folder, one, in_turn(LOST, HOLDS), callbacks=[Then(lambda run: run.kill("test"))])
     end, _ = run_scripted(folder, one, in_turn(LOST, LOST, LOST, Play()))
     assert (end, statuses(folder)) == (COMPLETED, [Status.SUCCESS])
 
@@ -312,7 +314,8 @@ def test_a_callback_that_raises_is_reported_and_the_run_goes_on(base: Path, fold
     setattr(broken, name, fail)
     one = experiment(base, ["a", {"id": "b", "depends_on": ["a"]}, "c"])
     clock = ManualClock()
-    backend = ScriptedBackend(clock, 4, lambda dispatch: FAILS if dispatch.task.id == "a" else Play())
+    slow = Play(bells=(("started", 0), ("finished", 2)))
+    backend = ScriptedBackend(clock, 4, lambda dispatch: FAILS if dispatch.task.id == "a" else slow)
     chatty = Then(lambda run: backend.say(Traced(next(iter(backend.running)), "agent", 3)))
     end = work_at(folder, one, backend, callbacks=[chatty, broken, heard], clock=clock)
     assert (end, len(statuses(folder))) == (COMPLETED, 3)
@@ -394,7 +397,7 @@ def test_attempts_that_a_closed_backend_cancelled_are_made_again(base: Path, fol
         run_scripted(folder, one, fail)
     assert control_of(folder)[0] == "failed"
     assert "Broken: of the backend" in control_of(folder)[1]["reason"]
-    assert [[one.status for one in ended] for ended in completions(folder).values()][0] == [Status.CANCELLED]
+    assert [one.status for one in next(iter(completions(folder).values()))] == [Status.CANCELLED]
     assert (run_scripted(folder, one)[0], statuses(folder)) == (COMPLETED, [Status.SUCCESS] * 2)
 
 
@@ -431,16 +434,18 @@ def test_a_run_over_its_duration_skips_the_rest_and_time_used_before_counts(base
 class Steered:
     """A run in a thread of its own, whose attempts hold until they are let go."""
 
-    def __init__(self, folder: Path, one: Experiment, script: Script = in_turn(HOLDS), **more: Any) -> None:
+    def __init__(
+        self, folder: Path, one: Experiment, script: Script | None = None, *, pause_while_dispatching: bool = False
+    ) -> None:
         self.folder, self.clock = folder, ManualClock(1000.0)
-        self.backend = ScriptedBackend(self.clock, 2, script, **more)
-        self._begun = threading.Semaphore(0)
+        capacity = one.design.max_concurrency
+        self.backend = ScriptedBackend(self.clock, capacity, script or in_turn(HOLDS), waits=True)
+        self._begun = Begun(self.ask if pause_while_dispatching else None)
         self._ended: list[RunEnd | BaseException] = []
-        begun = Begun(self._begun)
 
         def work() -> None:
             try:
-                self._ended.append(work_at(folder, one, self.backend, callbacks=[begun], clock=self.clock))
+                self._ended.append(work_at(folder, one, self.backend, callbacks=[self._begun], clock=self.clock))
             except BaseException as error:
                 self._ended.append(error)
 
@@ -449,28 +454,52 @@ class Steered:
 
     def await_begun(self, count: int) -> None:
         for _ in range(count):
-            assert self._begun.acquire(timeout=60)
+            assert self._begun.semaphore.acquire(timeout=60)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         return ask(self.folder, **request)
+
+    def answer(self) -> dict[str, Any]:
+        """To what was asked while trials were being dispatched."""
+        assert self._begun.answered.wait(60)
+        return self._begun.answer
 
     def finish_all(self) -> None:
         for ticket in list(self.backend.running):
             self.backend.finish(ticket)
         self.backend.wake()
 
-    def end(self) -> RunEnd | BaseException:
+    def end(self) -> RunEnd:
         self._thread.join(60)
         (end,) = self._ended
+        assert isinstance(end, RunEnd), end
         return end
 
 
 class Begun(RunCallback):
-    def __init__(self, begun: threading.Semaphore) -> None:
-        self._begun = begun
+    """Counts what has begun; may ask for a pause when the first trial is chosen, from another thread."""
+
+    def __init__(self, pause: Callable[..., dict[str, Any]] | None) -> None:
+        self.semaphore, self.answered = threading.Semaphore(0), threading.Event()
+        self.answer: dict[str, Any] = {}
+        self._pause = pause
+
+    def on_run_start(self, run: Coordinator) -> None:
+        self._run = run
+
+    def on_trial_selected(self, slot: Slot, attempt: int) -> None:
+        if self._pause is not None:
+            threading.Thread(target=self._ask, args=[self._pause]).start()
+            self._pause = None
+            control = self._run._control
+            spin_until(lambda: control is not None and not control.requests.empty(), "the request is there")
+
+    def _ask(self, pause: Callable[..., dict[str, Any]]) -> None:
+        self.answer = pause(do="pause")
+        self.answered.set()
 
     def on_trial_start(self, slot: Slot, attempt: int) -> None:
-        self._begun.release()
+        self.semaphore.release()
 
 
 def test_a_paused_run_starts_nothing_and_its_time_stands_still(base: Path, folder: Path) -> None:
@@ -497,13 +526,12 @@ def test_what_ends_while_a_run_is_paused_is_committed_and_nothing_takes_its_plac
     run = Steered(folder, one)
     run.await_begun(2)
     first = next(iter(run.backend.running))
-    run.backend.finish(first)  # while the request is under way
     assert run.ask(do="pause")["status"] == "paused"
-    run.backend.resume(first)
+    run.backend.resume(first)  # as it had ended before it was frozen
+    run.backend.finish(first)
     run.backend.wake()
+    spin_until(lambda: len(run.ask(do="status")["in_flight"]) == 1, "it has ended")
     assert run.ask(do="status")["status"] == "paused"
-    while len(run.ask(do="status")["in_flight"]) == 2:
-        pass
     assert [call for call in run.backend.asked if call[0] == "begin"] == [("begin", 0, 1), ("begin", 1, 1)]
     assert statuses(folder) == [Status.SUCCESS]
     run.ask(do="resume")
@@ -532,8 +560,8 @@ def test_a_status_says_what_runs_and_since_when(base: Path, folder: Path) -> Non
     (ticket,) = run.backend.running
     run.backend.say(Traced(ticket, "agent", 7, 4096))
     run.backend.wake()
-    while not (answer := run.ask(do="status"))["in_flight"][0]["events"]:
-        pass
+    spin_until(lambda: run.ask(do="status")["in_flight"][0]["events"], "it is known how far it is")
+    answer = run.ask(do="status")
     (found,) = answer["in_flight"]
     assert found.pop("age_s") >= 0
     assert answer["status"] == "running"
@@ -555,29 +583,24 @@ def test_a_status_says_what_runs_and_since_when(base: Path, folder: Path) -> Non
 
 
 def test_a_request_that_comes_too_late_is_answered(base: Path, folder: Path) -> None:
+    class Asks(RunCallback):
+        def on_run_start(self, run: Coordinator) -> None:
+            self._run = run
+
+        def on_trial_selected(self, slot: Slot, attempt: int) -> None:
+            thread.start()
+            assert self._run._control is not None
+            spin_until(lambda: not self._run._control.requests.empty(), "the request is there")
+
+    def fail(dispatch: TrialDispatch) -> Play:
+        raise KeyError("the backend is broken")
+
     answers: list[dict[str, Any]] = []
-    asked = threading.Event()
-
-    def ask_late(run: Coordinator) -> None:
-        run.kill("now")
-        thread.start()
-        assert asked.wait(60)
-        while run._control is None or run._control.requests.empty():
-            pass
-
-    def late() -> None:
-        asked.set()
-        answers.append(ask(folder, do="status"))
-
-    thread = threading.Thread(target=late)
-    ends = RunCallback()
-    one = experiment(base, ["a"])
-    backend = ScriptedBackend(clock := ManualClock(), 1, in_turn(HOLDS))
-    killer = Then(ask_late)
-    ends.on_run_end = lambda end: None  # type: ignore[method-assign]
-    work_at(folder, one, backend, callbacks=[killer, ends], clock=clock)
+    thread = threading.Thread(target=lambda: answers.append(ask(folder, do="status")))
+    with pytest.raises(KeyError, match="the backend is broken"):
+        run_scripted(folder, experiment(base, ["a"]), fail, callbacks=[Asks()])
     thread.join(60)
-    assert answers[0].get("status") == "killing" or "error" in answers[0]
+    assert answers == [{"error": "the coordinator has ended"}]
 
 
 # --- adoption ---
@@ -644,21 +667,20 @@ def test_an_adopted_attempt_runs_to_its_end_and_is_not_made_again(base: Path, fo
 
 
 class FullAt:
-    """Says, as a store would, that there is no room when a point is reached for the nth time, and from then on."""
+    """Says, as a store would, that there is no room: from the nth write on."""
 
-    def __init__(self, point: str, nth: int) -> None:
-        self._point, self._left = point, nth
+    def __init__(self, nth: int) -> None:
+        self._left = nth
 
     def __call__(self, point: str) -> None:
-        if point == self._point:
+        if point.endswith(":before-begin"):
             self._left -= 1
-        if self._left <= 0 and ":" in point:
-            raise StoreFull("no room left")
+            if self._left <= 0:
+                raise StoreFull("no room left")
 
 
-@pytest.mark.parametrize("nth", range(1, 9))
-def test_a_full_disk_interrupts_the_run_and_it_continues_when_there_is_room(
-    base: Path, tmp_path: Path, nth: int
+def test_a_full_disk_interrupts_the_run_at_any_write_and_it_continues_when_there_is_room(
+    base: Path, tmp_path: Path
 ) -> None:
     one = experiment(base, [{"id": name, "protocol": {"max_retries": 1}} for name in "abcd"])
 
@@ -666,12 +688,18 @@ def test_a_full_disk_interrupts_the_run_and_it_continues_when_there_is_room(
         return FAILS if dispatch.task.id == "b" and dispatch.attempt == 1 else Play()
 
     run_scripted(tmp_path / "calm", one, script, capacity=2)
-    end, _ = run_scripted(tmp_path / "full", one, script, capacity=2, at=FullAt("batch:before-begin", nth))
-    assert end == RunEnd("interrupted", "no room left")
-    assert len(statuses(tmp_path / "full")) < 4
-    assert run_scripted(tmp_path / "full", one, script, capacity=2)[0] == COMPLETED
-    assert history_of(tmp_path / "full") == history_of(tmp_path / "calm")
-    assert all(len(ended) == 1 + (name[2] == "b") for name, ended in completions(tmp_path / "full").items())
+    ends = []
+    for nth in itertools.count(2):  # the first is the making of the run
+        folder = tmp_path / f"full-{nth}"
+        end, _ = run_scripted(folder, one, script, capacity=2, at=FullAt(nth))
+        ends.append(end)
+        if end == COMPLETED:
+            break
+        assert end == RunEnd("interrupted", "no room left")
+        assert run_scripted(folder, one, script, capacity=2)[0] == COMPLETED
+        assert history_of(folder) == history_of(tmp_path / "calm")
+        assert all(len(ended) == 1 + (name[2] == "b") for name, ended in completions(folder).items())
+    assert len(ends) > 5
 
 
 def test_an_attempt_that_found_no_room_interrupts_the_run_and_costs_the_trial_nothing(base: Path, folder: Path) -> None:

@@ -355,6 +355,22 @@ def test_a_word_of_ours_goes_straight_to_its_descriptor(clock: ManualClock) -> N
         assert reader.read() == b"finishing\n"
 
 
+def test_a_reader_that_has_gone_does_not_disturb_the_run(clock: ManualClock) -> None:
+    written = []
+
+    def write(line: str) -> None:
+        written.append(line)
+        raise BrokenPipeError
+
+    run, display = FakeRun(slots=3), PlainDisplay(write, clock.now_s, notices=1 << 20)
+    run.start(display)
+    for idx in range(3):
+        display.on_trial_end(completion(idx))
+    display.say("finishing")
+    assert len(written) == 1
+    assert display.view().committed == 3
+
+
 # --- on a terminal ---
 
 

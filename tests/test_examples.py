@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def cells(output: str, names: dict[str, object]) -> dict[str, list[str]]:
+def cells(output: str, names: Collection[str]) -> dict[str, list[str]]:
     """The rows of a table that begin with these names."""
     words = [line.split() for line in output.splitlines()]
     return {name: rest for name, *rest in filter(None, words) if name in names}
@@ -59,7 +60,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 def test_the_quickstart_shows_how_the_trials_of_each_variant_ended(quickstart: tuple[str, Path]) -> None:
     output, folder = quickstart
-    assert cells(output, {**QUICKSTART}) == QUICKSTART
+    assert cells(output, QUICKSTART) == QUICKSTART
     assert output.splitlines()[0] == f"runs/{folder.name}: 30 trials, 4 at once"
     assert output.splitlines()[-1].startswith("completed: 30 of 30 trials committed")
 
@@ -78,9 +79,9 @@ def test_the_answers_of_the_quickstart_are_in_its_folder(quickstart: tuple[str, 
 
 
 def test_the_readme_shows_what_the_quickstart_prints(quickstart: tuple[str, Path]) -> None:
-    output, folder = quickstart
+    output, _ = quickstart
     shown = README[README.index("$ .venv/bin/sandbox-exec run") :].partition("```")[0]
-    assert cells(shown, {**QUICKSTART}) == QUICKSTART
+    assert cells(shown, QUICKSTART) == QUICKSTART
     printed = {re.sub(r" +[\d.]+ m?s ", " ", line) for line in output.splitlines()}
     trials = [re.sub(r" +[\d.]+ m?s ", " ", line) for line in shown.splitlines() if "/30  " in line]
     assert len(trials) > 5
@@ -93,7 +94,7 @@ def test_the_quickstart_script_says_the_command_that_it_runs() -> None:
         pytest.skip("would install packages: there is no .venv that scripts/test made")
     first, second, *rest = run("scripts/quickstart").splitlines()
     assert first == "$ .venv/bin/sandbox-exec run examples/quickstart/experiment.yaml"
-    assert cells("\n".join(rest), {**QUICKSTART}) == QUICKSTART
+    assert cells("\n".join(rest), QUICKSTART) == QUICKSTART
     shutil.rmtree(ROOT / second.partition(":")[0])
 
 
@@ -106,7 +107,7 @@ def pool() -> str:
 
 
 def test_the_pool_shows_each_agent_with_its_status_and_score(pool: str) -> None:
-    table = cells(pool, {**POOL})
+    table = cells(pool, POOL)
     assert {name: row[0] for name, row in table.items()} == POOL
     assert {name: row[2] for name, row in table.items() if row[2] != "-"} == {
         "counts": "3/3",
@@ -127,7 +128,7 @@ def test_the_pool_fits_a_hundred_columns(pool: str) -> None:
 
 
 def test_the_readme_shows_what_the_pool_prints() -> None:
-    assert {name: row[0] for name, row in cells(README, {**POOL}).items()} == POOL
+    assert {name: row[0] for name, row in cells(README, POOL).items()} == POOL
 
 
 def test_the_python_example_is_interrupted_and_continued(tmp_path: Path) -> None:

@@ -356,9 +356,9 @@ def test_an_agent_may_do_away_with_its_stdout_and_still_return(pool: Pool, how: 
         if how == "close":
             sys.stdout.close()
         elif how == "replace":
-            sys.stdout = 3  # type: ignore[assignment]
+            sys.stdout = 3
         elif how == "none":
-            sys.stdout = None  # type: ignore[assignment]
+            sys.stdout = None
         else:
             os.close(1)
         return 7

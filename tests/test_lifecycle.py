@@ -118,11 +118,17 @@ def test_shutdown_can_kill_what_runs(meeting: Meeting) -> None:
 
 
 def test_a_block_that_an_exception_leaves_kills_what_runs(meeting: Meeting) -> None:
-    with pytest.raises(KeyError), Pool(max_workers=1, limits=Limits(readable=[meeting.folder])) as pool:
-        future = pool.submit(waits, meeting, "running")
-        meeting.expect("running")
-        raise KeyError
-    assert future.result(0).status is Status.CANCELLED
+    futures = []
+
+    def leave_it() -> None:
+        with Pool(max_workers=1, limits=Limits(readable=[meeting.folder])) as pool:
+            futures.append(pool.submit(waits, meeting, "running"))
+            meeting.expect("running")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        leave_it()
+    assert futures[0].result(0).status is Status.CANCELLED
 
 
 def test_every_call_that_was_taken_ends_though_others_close_the_pool_at_that_moment() -> None:
@@ -164,7 +170,12 @@ def test_a_pool_that_a_done_callback_drops_or_closes_does_not_wait_for_itself(me
     pool = Pool(max_workers=1, limits=Limits(readable=[meeting.folder]))
     closed = threading.Event()
     future = pool.submit(waits, meeting, "running")
-    future.add_done_callback(lambda _: (pool.shutdown(), closed.set()))
+
+    def close(_: object) -> None:
+        pool.shutdown()
+        closed.set()
+
+    future.add_done_callback(close)
     meeting.let_go()
     assert closed.wait(PATIENCE_S)
     pool.shutdown()

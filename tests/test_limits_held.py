@@ -296,7 +296,7 @@ def test_the_room_of_one_trial_is_not_taken_by_the_last(pool: Pool) -> None:
 
 
 def test_descriptors_are_limited(pool: Pool) -> None:
-    def agent() -> list[int]:
+    def agent() -> list[int | None]:
         opened = []
         try:
             while True:

@@ -208,12 +208,12 @@ def test_what_an_agent_does_to_its_own_process_is_not_done_to_the_next() -> None
         os.chdir("/")
         os.environ.clear()
         sys.path.clear()
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.nice(5)
-        __builtins__["len"] = None  # type: ignore[index]
+        __builtins__["len"] = None
 
     def looks() -> dict[str, Any]:
         import resource

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sandbox_exec.containment.cgroups import Cgroups, PoolCgroups, SlotCgroup
 from sandbox_exec.containment.ladder import Containment, all_rungs, choose, require
-from sandbox_exec.containment.view import View, build_view
+from sandbox_exec.containment.view import View, build_view, check_readable
 
 __all__ = [
     "Cgroups",
@@ -14,6 +14,7 @@ __all__ = [
     "View",
     "all_rungs",
     "build_view",
+    "check_readable",
     "choose",
     "require",
 ]

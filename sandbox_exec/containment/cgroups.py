@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandbox_exec.contracts import Limits
+from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest.zygote import remove_cgroup
 
 CONTROLLERS = ("memory", "pids", "cpu")
 _PREFIX = "sandbox-exec"
+_LEAF = f"{_PREFIX}-supervisor"
 _STALE_BYTES = 1 << 20  # memory left in a slot's cgroup that would show in the next trial's peak
 _CPU_PERIOD_US = 100_000
 _counter = itertools.count()
@@ -76,31 +78,36 @@ def find() -> Cgroups:
 
 def _own_cgroups() -> tuple[dict[str, Path], Path | None]:
     """The folders of the cgroups that this process is in: by v1 controller, and in the v2 tree."""
-    mounts: dict[str, Path] = {}
-    v2_mount: Path | None = None
     try:
         table = Path("/proc/self/mountinfo").read_text()
         membership = Path("/proc/self/cgroup").read_text()
     except OSError:
         return {}, None
-    for line in table.splitlines():
-        left, _, right = line.partition(" - ")
-        mount_point = Path(left.split()[4].encode().decode("unicode_escape"))
-        kind, _source, options = right.split(" ", 2)
-        if kind == "cgroup2":
-            v2_mount = mount_point
-        elif kind == "cgroup":
-            mounts |= dict.fromkeys(options.split(","), mount_point)
-    v1: dict[str, Path] = {}
-    v2 = None
+    homes = _places(table, membership)
+    v2 = homes.pop("", None)
+    if v2 is not None and v2.name == _LEAF:  # we, or whoever forked us, stepped down into it
+        v2 = v2.parent
+    return homes, v2
+
+
+def _places(table: str, membership: str) -> dict[str, Path]:
+    """Where each v1 controller's cgroup is, and under the empty name that of v2. Takes what /proc says."""
+    paths: dict[str, str] = {}
     for line in membership.splitlines():
         _number, names, path = line.split(":", 2)
-        if not names:
-            v2 = v2_mount / path.lstrip("/") if v2_mount else None
-        for name in names.split(","):
-            if name in mounts:
-                v1[name] = mounts[name] / path.lstrip("/")
-    return v1, v2
+        if not path.startswith("/.."):  # outside of what our cgroup namespace shows
+            paths |= dict.fromkeys(names.split(","), path)
+    found: dict[str, Path] = {}
+    for line in table.splitlines():
+        left, _, right = line.partition(" - ")
+        root, mount_point = (text.encode().decode("unicode_escape") for text in left.split()[3:5])
+        kind, _source, options = right.split(" ", 2)
+        for name in [""] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []:
+            # Of a mount that shows only a part of the tree, as in many containers, our path counts from there.
+            below = os.path.relpath(paths.get(name, "/.."), root)
+            if name in paths and not below.startswith(".."):
+                found.setdefault(name, Path(mount_point, below))
+    return found
 
 
 def _try_mkdir(home: Path) -> str:
@@ -137,7 +144,7 @@ def _step_down(home: Path) -> str:
     others = [pid for pid in (home / "cgroup.procs").read_text().split() if int(pid) != os.getpid()]
     if others:
         return f"{home} holds other processes; start in a scope of your own: systemd-run --user --scope -p Delegate=yes"
-    leaf = home / f"{_PREFIX}-supervisor"
+    leaf = home / _LEAF
     leaf.mkdir(exist_ok=True)
     (leaf / "cgroup.procs").write_text(str(os.getpid()))
     return ""
@@ -150,13 +157,24 @@ class PoolCgroups:
         self.cgroups = cgroups
         self.name = f"{_PREFIX}-{os.getpid()}-{_pid_namespace()}-{next(_counter)}"
         self.parents: dict[Path, int] = {}
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
+        cgroups = self.cgroups
         homes = [home for _, home in cgroups.homes.values()] + ([cgroups.freezer] if cgroups.freezer else [])
         for home in dict.fromkeys(homes):
             sweep_stale(home)
-            (home / self.name).mkdir()
             self.parents[home] = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            (home / self.name).mkdir()
         for controller, (version, home) in cgroups.homes.items():
             if version == 2:
+                reason = _enable(home, controller)  # the end of the last pool has disabled it
+                if reason:
+                    raise SandboxUnavailable(reason)
                 (home / self.name / "cgroup.subtree_control").write_text(f"+{controller}")
 
     def slot(self, index: int) -> SlotCgroup:
@@ -172,7 +190,7 @@ class PoolCgroups:
         self.parents = {}
 
     def _step_up(self, home: Path) -> None:
-        leaf = home / f"{_PREFIX}-supervisor"
+        leaf = home / _LEAF
         if not leaf.exists() or any(home.glob(f"{_PREFIX}-*-*")):
             return
         for controller in CONTROLLERS:
@@ -317,7 +335,7 @@ class SlotCgroup:
             self._files["memory"] = _open(folder / "memory.events")
             self.events.register(self._files["memory"], select.EPOLLPRI)
             if (folder / "memory.peak").exists():
-                self._files["peak"] = os.open(folder / "memory.peak", os.O_RDWR | os.O_CLOEXEC)
+                self._files["peak"] = _open_peak(folder / "memory.peak")
             return
         self._files["memory"] = _open(folder / "memory.oom_control")
         self._files["peak"] = os.open(folder / "memory.max_usage_in_bytes", os.O_RDWR | os.O_CLOEXEC)
@@ -404,6 +422,13 @@ def _set_cpu(version: int, folder: Path, cpus: float | None) -> None:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _open_peak(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:  # before Linux 6.12 it can only be read; root may open it all the same
+        return _open(path)
 
 
 def _read(fd: int) -> bytes:

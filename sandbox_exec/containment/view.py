@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sandbox_exec.errors import InvalidValue
 from sandbox_exec.guest.view import READ_ONLY, WRITABLE
 
 SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store",
 )  # fmt: skip
+_BROAD = frozenset(("/", "/tmp", "/var", "/var/tmp", "/home", "/run", "/dev", "/proc", "/sys"))
+_TAKEN = frozenset(("/", "/proc", "/dev", "/dev/pts", "/dev/mqueue", "/run", *WRITABLE, *READ_ONLY))
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -44,21 +49,38 @@ def build_view(readable: Iterable[Path], hidden: Iterable[Path]) -> View:
     binds: dict[str, str] = {}
     links: dict[str, str] = {}
     for path in sorted(dict.fromkeys(wanted), key=lambda path: path.count("/")):
-        if not os.path.exists(path) or _is_below(path, binds):
+        if not os.path.exists(path):
             continue
         real = os.path.realpath(path)
         if path in SYSTEM and real != path:
             links[path] = os.readlink(path)  # /bin -> usr/bin
             continue
-        binds[path] = real
-        if real != path and not _is_below(real, binds):
-            binds[real] = real
+        for name in (path, real):  # a link may stand in a folder that is shown, and lead out of it
+            if not _is_below(name, (*binds, *links)):
+                binds[name] = real
     return View(
         binds=tuple((source, target) for target, source in binds.items()),
         links=tuple(links.items()),
-        hidden=tuple(map(str, hidden)),
+        hidden=tuple(dict.fromkeys(name for path in hidden for name in _names_of(str(path), binds))),
         late=tuple(path for path in binds if _is_below(path, (*WRITABLE, *READ_ONLY))),
     )
+
+
+def _names_of(path: str, binds: dict[str, str]) -> Iterator[str]:
+    """All the names under which a path is seen in a view."""
+    real = os.path.realpath(path)
+    yield from (path, real)
+    for target, source in binds.items():
+        if _is_below(real, (source,)):
+            yield target + real[len(source) :]
+
+
+def check_readable(paths: Iterable[Path]) -> None:
+    """Raise InvalidValue for a path that cannot be shown, as it is something else in a sandbox."""
+    for path in paths:
+        for name in {str(path), os.path.realpath(path)}:
+            if name in _TAKEN or name.startswith("/proc/"):
+                raise InvalidValue(f"readable has {path}, but {name} of a sandbox is its own; name what lies in it")
 
 
 def python_paths() -> list[str]:
@@ -90,10 +112,23 @@ def _links_of(executable: str) -> list[str]:
 
 
 def _is_too_broad(path: str) -> bool:
-    homes = {os.path.expanduser("~"), os.path.realpath(os.path.expanduser("~"))}
-    if path in ("/", "/tmp", "/var", "/var/tmp", "/home", "/run", "/dev", "/proc", "/sys"):
-        return True
-    return any(home == path or home.startswith(path.rstrip("/") + "/") for home in homes)
+    """Whether a path is a home, by any name, or holds one."""
+    names = {path, os.path.realpath(path)}
+    return bool(names & _BROAD) or any(_is_below(home, names) for home in _homes())
+
+
+def _homes() -> set[str]:
+    homes = {os.path.expanduser("~")}
+    with contextlib.suppress(ImportError, KeyError):  # no such thing on this system; a uid without an account
+        homes.add(_account_home(os.geteuid()))
+    return homes | set(map(os.path.realpath, homes))
+
+
+@functools.cache  # it may be asked for over a network
+def _account_home(uid: int) -> str:
+    import pwd
+
+    return pwd.getpwuid(uid).pw_dir
 
 
 def _is_below(path: str, roots: Iterable[str]) -> bool:

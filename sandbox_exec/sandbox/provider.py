@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sandbox_exec.containment import Containment, PoolCgroups, SlotCgroup, View, build_view, choose
 from sandbox_exec.contracts import Limits, Rung
-from sandbox_exec.errors import SandboxUnavailable
+from sandbox_exec.errors import SandboxExecError, SandboxUnavailable
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.process import ProcessSandbox, Shape, boot_zygote, probe, scratch_base
 from sandbox_exec.sandbox.zygote import ZygoteLink
@@ -68,7 +68,11 @@ class Provider:
 
     def acquire(self, slot: int, limits: Limits, on_ready: OnReady, on_failure: OnFailure, tries: int = _TRIES) -> None:
         """Call back with a sandbox for these limits: at once if the slot's last one will do."""
-        view = self._view(limits)
+        try:
+            view = self._view(limits)
+        except (OSError, SandboxExecError, Warning) as error:  # a path, or a warning that its caller made an error
+            on_failure(str(error))
+            return
         shape = Shape.of(limits, self.containment.cgroups)
         sandbox = self._sandboxes.get(slot)
         if sandbox is not None:

@@ -26,6 +26,15 @@ from sandbox_exec.trial.collect import Collected, collect
 from sandbox_exec.trial.recorder import Recorder
 from sandbox_exec.trial.supervisor import Supervisor
 
+_TYPES = {
+    Status.TASK_TIMEOUT: "TrialTimeout",
+    Status.MEMORY_EXCEEDED: "MemoryExceeded",
+    Status.PIDS_EXCEEDED: "PidsExceeded",
+    Status.OUTPUT_EXCEEDED: "OutputExceeded",
+    Status.DISK_EXCEEDED: "DiskExceeded",
+    Status.CANCELLED: "Cancelled",
+}
+
 
 class Executor:
     """One attempt, from `start`. Whoever runs the loop asks for `due_s` and calls `on_time` when that has come.
@@ -109,7 +118,7 @@ class Executor:
 
     def _ended(self, sandbox: Sandbox, outcome: Outcome) -> None:
         self.phase = Phase.COLLECT
-        status, error, result = outcome.status, outcome.error, None
+        status, error, result = outcome.status, _error_of(outcome), None
         try:
             result = _encode(outcome.value)
         except ValueError as fault:
@@ -161,6 +170,16 @@ class Executor:
         self._on_done(
             TrialCompletion(slot=dispatch.slot, trial_id=dispatch.trial_id, attempt=dispatch.attempt, **fields)
         )
+
+
+def _error_of(outcome: Outcome) -> AgentError | None:
+    """Where the status says what happened, so does the type: what a killed agent got to say is a matter of luck."""
+    kind = _TYPES.get(outcome.status)
+    if kind is None:
+        return outcome.error
+    if outcome.error is None:
+        return AgentError(type=kind, message=f"the agent was killed: {outcome.status}")
+    return outcome.error.model_copy(update={"type": kind})
 
 
 def _encode(value: Any) -> bytes | None:

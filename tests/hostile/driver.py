@@ -1,7 +1,8 @@
 """`python -m hostile.driver SPEC`: run rows of the catalog in a process of its own; a line of JSON for each.
 
 Started by `ordinary_user.start`. SPEC is an object: `rung`, `cases`, `outer_pidns` and, if wanted, `alone` (patience
-in seconds by row: see `runner.run_alone`), `landlock` (false: as on a kernel without it), and `dies_when_ready`.
+in seconds by row: see `runner.run_alone`), `landlock` (false: as on a kernel without it), and `dies_when_ready`
+(true: all cases at once, until all are ready).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import sys
 from typing import Any
 
 from hostile import runner
-
 from sandbox_exec.guest import kernel
 from sandbox_exec.trial.supervisor import Supervisor
 
@@ -22,9 +22,10 @@ def main(spec: dict[str, Any]) -> None:
     cases = [(name, form) for name, form in spec["cases"]]
     if not spec.get("landlock", True):
         hide_landlock()
-    if spec.get("dies_when_ready"):
-        die_when_ready()
     with runner.Surroundings(spec["outer_pidns"]) as around:
+        if spec.get("dies_when_ready"):
+            die_when_ready(len(cases))
+            runner.run_until_killed(spec["rung"], cases, around)
         if "alone" in spec:
             reports = runner.run_alone(spec["rung"], cases, around, spec["alone"])
         else:
@@ -46,14 +47,17 @@ def hide_landlock() -> None:
         raise RuntimeError("Landlock still answers")
 
 
-def die_when_ready() -> None:
-    """SIGKILL to this process, the supervisor, at the moment when it hears that its agent is ready."""
+def die_when_ready(count: int) -> None:
+    """SIGKILL to this process, the supervisor, at the moment when it hears that the last of its agents is ready."""
     on_output = Supervisor.on_output
+    heard: set[Supervisor] = set()
 
     def listen(self: Supervisor, stream: Any, data: memoryview) -> None:
         if stream == "trace" and b'"ready"' in bytes(data):
-            print(json.dumps({"ready": True}), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            heard.add(self)
+            if len(heard) == count:
+                print(json.dumps({"ready": count}), flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
         on_output(self, stream, data)
 
     Supervisor.on_output = listen  # type: ignore[method-assign]  # there is no other moment to hear of

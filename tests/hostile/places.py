@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import leftovers
 import ordinary_user
 import pytest
+
 from hostile import runner
 from hostile.catalog import CATALOG, Ceilings, Situation
-
 from sandbox_exec.guest import kernel
 
 DRIVERS = 6  # at a time: most of them wait for a deadline most of the time
+A_DRIVERS_WORTH = 10  # trials: for fewer, it takes longer to start one more than to wait for it
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ class Result:
 
 def selected(request: pytest.FixtureRequest) -> list[Trial]:
     """The trials of the requesting module that this session is to run."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    items = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module
+    ]
     found = [item.callspec.params.get("trial") for item in items if hasattr(item, "callspec")]
     return [trial for trial in found if isinstance(trial, Trial)]
 
@@ -151,7 +154,8 @@ def _run_in_drivers(place: Place, trials: Sequence[Trial], results: dict[Trial, 
     else:
         alone = [trial for trial in trials if CATALOG[trial.agent].harms_where(place.situation)]
         rest = sorted(set(trials) - set(alone), key=trials.index)
-        batches = [[trial] for trial in alone] + [batch for i in range(DRIVERS) if (batch := rest[i::DRIVERS])]
+        count = min(DRIVERS, 1 + len(rest) // A_DRIVERS_WORTH)
+        batches = [[trial] for trial in alone] + [batch for i in range(count) if (batch := rest[i::count])]
     with ThreadPoolExecutor(DRIVERS) as threads:
         for done in [threads.submit(_run_batch, place, batch, results) for batch in batches]:
             done.result()
@@ -176,12 +180,10 @@ def drive(
     spec |= {"rung": situation.rung, "cases": list(cases), "outer_pidns": os.readlink("/proc/self/ns/pid")}
     if not situation.namespaced:
         spec |= {"landlock": situation.landlock, "alone": {name: _patience_s(name, situation) for name, _ in cases}}
-    uid = None if situation.as_root else ordinary_user.UID
+    uid = None if situation.as_root else ordinary_user.new_uid()
     homes = leftovers.cgroup_homes() if situation.delegated or situation.as_root else []
     with ordinary_user.DelegatedCgroups(homes, uid or 0) as cgroups:
-        driver = ordinary_user.start(
-            "hostile.driver", spec, uid=uid, cgroups=cgroups.folders, patience_s=patience_s
-        )
+        driver = ordinary_user.start("hostile.driver", spec, uid=uid, cgroups=cgroups.folders, patience_s=patience_s)
         try:
             lines = list(driver.lines())
         finally:

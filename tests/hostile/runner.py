@@ -19,14 +19,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import leftovers
+
 from hostile.agents._ready import ready
 from hostile.catalog import CATALOG, HostileAgent
-
 from sandbox_exec import Command, Limits, Outcome, Pool
 
 AGENTS = Path(__file__).parent / "agents"
@@ -118,13 +119,13 @@ class Surroundings:
         return (self.folder / "bomb").exists()
 
 
-def submit(pool: Pool, row: HostileAgent, form: str, arguments: dict[str, str], limits: Limits) -> Outcome:
+def submit(pool: Pool, row: HostileAgent, form: str, arguments: dict[str, str], limits: Limits) -> Future[Outcome]:
     if form == "callable":
         attack = importlib.import_module(f"hostile.agents.{row.module}").attack
-        return pool.submit(attack, ready, limits=limits, **arguments).result()
+        return pool.submit(attack, ready, limits=limits, **arguments)
     words = [f"{name}={value}" for name, value in arguments.items()]
     script = str(AGENTS / f"{row.module}.py")
-    return pool.submit(Command([sys.executable, "-S", "-E", script, *words]), limits=limits).result()
+    return pool.submit(Command([sys.executable, "-S", "-E", script, *words]), limits=limits)
 
 
 def limits_of(row: HostileAgent, times: int = 1) -> Limits:
@@ -133,9 +134,9 @@ def limits_of(row: HostileAgent, times: int = 1) -> Limits:
 
 def run_one(pool: Pool, row: HostileAgent, form: str, around: Surroundings) -> Outcome:
     """One trial; a second one with far more time if the machine was too busy for the attack to begin."""
-    outcome = submit(pool, row, form, around.arguments(row), limits_of(row))
+    outcome = submit(pool, row, form, around.arguments(row), limits_of(row)).result()
     if not events(outcome, "ready") and outcome.status == "task_timeout":
-        outcome = submit(pool, row, form, around.arguments(row), limits_of(row, LONGER))
+        outcome = submit(pool, row, form, around.arguments(row), limits_of(row, LONGER)).result()
     return outcome
 
 
@@ -180,6 +181,14 @@ def keeper_of_next(pool: Pool, limits: Limits) -> int:
         if outcome.ok:
             return int(outcome.value)
     return 0
+
+
+def run_until_killed(rung: str, cases: Sequence[Case], around: Surroundings) -> None:
+    """All at once, in one pool, with so much time that whoever calls is killed before any deadline."""
+    with Pool(len(cases), containment=rung) as pool:
+        for name, form in cases:
+            row = CATALOG[name]
+            submit(pool, row, form, around.arguments(row), limits_of(row, LONGER))
 
 
 # --- beside each other, where a pid namespace tells the trials apart -------------------------------

@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+
 from hostile import places, runner
 from hostile.agents import (
     connects_to_abstract_socket,
@@ -13,21 +14,27 @@ from hostile.agents import (
     finds_marks,
     leaves_marks,
     listens_for_other_trials,
-    snoops_environment,
+)
+from hostile.agents._pairs import (
+    connects_again_and_again,
+    find_in_own_memory,
+    snoops_again_and_again,
+    writes_much_of,
 )
 from hostile.agents._ready import ready
 from hostile.catalog import CATALOG
-from hostile.places import NAMESPACED, PLACES, Trial
-
+from hostile.places import NAMESPACED, PLACES, Place, Trial
 from sandbox_exec import Command, Limits, Pool
 
 KILLED = ("task_timeout", "memory_exceeded", "pids_exceeded", "output_exceeded")
-TRIALS = [Trial(place.name, row.name, form) for place in NAMESPACED for row in CATALOG.values() for form in row.runs_as]
-RUNGS = [
-    pytest.param(place.situation.rung, id=place.name, marks=pytest.mark.skipif(bool(place.why_not()), reason=place.why_not()))
+FULLY = ("root-namespaces", "user-namespaces")  # elsewhere a command is run only of what detaches
+TRIALS = [
+    Trial(place.name, row.name, form)
     for place in NAMESPACED
-    if not place.is_driver or os.geteuid() != 0
+    for row in CATALOG.values()
+    for form in (row.runs_as if row.detaches or place.name in FULLY else row.runs_as[:1])
 ]
+HERE = [place for place in NAMESPACED if not place.is_driver]  # rungs that this process can use itself
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +63,12 @@ def test_a_hostile_agent_is_held(trial: Trial, results: places.Results) -> None:
 # --- two trials ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=RUNGS)
+@pytest.fixture(params=HERE, ids=lambda place: place.name.replace(" ", "_"))
 def rung(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    place: Place = request.param
+    if place.situation.rung == "root-namespaces" and place.why_not():
+        pytest.skip(place.why_not())
+    return place.situation.rung
 
 
 def test_marks_of_one_trial_are_not_found_by_the_next_in_the_same_slot(rung: str) -> None:
@@ -88,35 +98,6 @@ def test_nothing_of_a_trial_is_in_the_memory_that_the_next_is_forked_from(rung: 
     assert second.unwrap() == {"control": True, "found": False}
 
 
-def find_in_own_memory(head: str, tail: str) -> dict[str, bool]:
-    """Whether head and tail stand together in this process, where they never did. `control`: a search that must find."""
-    there = (b"control-" * 8, b"there")
-    kept = b"".join(there)
-    found = {"control": False, "found": False}
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
-        for line in maps:
-            bounds, rights, *_ = line.split()
-            start, end = (int(bound, 16) for bound in bounds.split("-"))
-            try:
-                memory.seek(start)
-                data = memory.read(end - start) if "r" in rights else b""
-            except (OSError, OverflowError):
-                continue  # of the kernel's own
-            found["control"] |= stand_together(data, *there)
-            found["found"] |= stand_together(data, head.encode(), tail.encode())
-    del kept
-    return found
-
-
-def stand_together(data: bytes, head: bytes, tail: bytes) -> bool:
-    at = data.find(head)
-    while at >= 0:
-        if data[at + len(head) : at + len(head) + len(tail)] == tail:
-            return True
-        at = data.find(head, at + 1)
-    return False
-
-
 def test_trials_beside_each_other_cannot_meet(rung: str) -> None:
     limits = Limits(timeout_s=1.0, grace_s=0.1)
     with Pool(3, containment=rung, limits=limits) as pool:
@@ -131,17 +112,6 @@ def test_trials_beside_each_other_cannot_meet(rung: str) -> None:
     assert answers == [False, False]
 
 
-def connects_again_and_again(attack: object, target: str) -> bool:
-    """For as long as the other one surely listens."""
-    from sandbox_exec.guest import context
-
-    assert callable(attack)
-    while context().remaining > 0.3:
-        if attack(lambda _: None, target=target)["escaped"]:
-            return True
-    return False
-
-
 def test_a_trial_cannot_read_the_environment_and_arguments_of_another(rung: str) -> None:
     secret = os.urandom(16).hex()
     waits = [sys.executable, "-S", "-E", "-c", "import os, time; print('up', flush=True); time.sleep(300)", secret]
@@ -152,17 +122,6 @@ def test_a_trial_cannot_read_the_environment_and_arguments_of_another(rung: str)
         held = holder.result()
     assert held.stdout == "up\n"
     assert found == []
-
-
-def snoops_again_and_again(secret: str) -> list[object]:
-    import time
-
-    end_s = time.monotonic() + 0.7
-    while time.monotonic() < end_s:
-        answer = snoops_environment.attack(lambda _: None, secret)
-        if answer["escaped"]:
-            return [answer]
-    return []
 
 
 def test_pools_of_one_process_do_not_mix_what_their_trials_write(rung: str) -> None:
@@ -178,12 +137,3 @@ def test_pools_of_one_process_do_not_mix_what_their_trials_write(rung: str) -> N
     finally:
         for pool in pools:
             pool.shutdown()
-
-
-def writes_much_of(mark: str) -> str:
-    from sandbox_exec.guest import context
-
-    for _ in range(50):
-        os.write(1, mark.encode() * 60_000)
-        context().trace("mark", mark=mark)
-    return mark * 100_000

@@ -7,6 +7,7 @@ away from us and not from the test.
 from __future__ import annotations
 
 import pytest
+
 from hostile import places
 from hostile.catalog import CATALOG, HostileAgent
 from hostile.places import PLACES, WEAKER, Place, Trial

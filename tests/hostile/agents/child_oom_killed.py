@@ -10,7 +10,7 @@ def attack(ready: Callable[[dict[str, object]], object]) -> dict[str, object]:
     child = os.fork()
     if child == 0:
         try:
-            held = [b"\xff" * (16 << 20) for _ in range(32)]
+            held = [b"\xff" * (16 << 20) for _ in range(16)]
             time.sleep(300)
             del held
         finally:

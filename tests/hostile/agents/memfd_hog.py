@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 
-def attack(ready: Callable[[dict[str, object]], object], mib: str = "512") -> None:
+def attack(ready: Callable[[dict[str, object]], object], mib: str = "256") -> None:
     ready({})
     chunk = b"\xff" * (1 << 20)
     for _ in range(int(mib) // 16):  # many files: a limit on the size of one does not stop it

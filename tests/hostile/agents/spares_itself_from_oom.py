@@ -1,6 +1,6 @@
 """Wants somebody else killed for its memory: lowers its own oom_score_adj, raises its parent's, then hogs.
 
-What it may write in the parent's it writes back unchanged. Stops by itself at 512 MiB.
+What it may write in the parent's it writes back unchanged. Stops by itself at 256 MiB.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def attack(ready: Callable[[dict[str, object]], object]) -> None:
         parents.flush()
         written.append("its parent's")
     ready({"escaped": bool(written), "detail": written})
-    held = [b"\xff" * (16 << 20) for _ in range(32)]
+    held = [b"\xff" * (16 << 20) for _ in range(16)]
     time.sleep(300)
     del held
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 IPC_CREAT, MODE, SIZE = 0o1000, 0o600, 16 << 20
 
 
-def attack(ready: Callable[[dict[str, object]], object], mib: str = "512") -> dict[str, object]:
+def attack(ready: Callable[[dict[str, object]], object], mib: str = "256") -> dict[str, object]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.shmat.restype = ctypes.c_void_p
     ready({})
