@@ -412,7 +412,10 @@ def test_a_daemon_that_holds_every_pipe_open_is_not_waited_for(pool: Pool) -> No
         os.wait()
         return "done"
 
-    assert pool.submit(agent, limits=Limits(timeout_s=None)).result(PATIENCE_S).unwrap() == "done"
+    outcome = pool.submit(agent, limits=Limits(timeout_s=None)).result(PATIENCE_S)
+    assert outcome.unwrap() == "done"
+    assert outcome.kill is not None
+    assert outcome.kill.reason == "sweep"
 
 
 # --- what is required ---

@@ -528,3 +528,14 @@ def test_a_signal_of_its_own_is_the_agents_error() -> None:
     trial.sandbox.end(None, signal=signal.SIGSEGV)
     assert (trial.outcome.status, trial.outcome.signal) == (Status.AGENT_ERROR, signal.SIGSEGV)
     assert trial.outcome.kill is None
+
+
+def test_what_was_swept_after_an_agent_had_ended_is_reported_and_does_not_change_its_status() -> None:
+    trial = Trial()
+    trial.sandbox.write("result", VALUE)
+    trial.sandbox.end(0, swept=3, sweep_s=0.02, proof="looked")
+    assert trial.outcome.status is Status.SUCCESS
+    assert trial.outcome.kill is not None
+    assert trial.outcome.kill.model_dump() == {
+        "reason": "sweep", "latency_s": 0.02, "proof": "looked", "grace_used": False
+    }  # fmt: skip

@@ -31,12 +31,13 @@ from typing import Any, NoReturn
 from sandbox_exec.clock import MonotonicClock
 from sandbox_exec.containment import View, build_view
 from sandbox_exec.containment.cgroups import sweep
+from sandbox_exec.containment.ladder import UIDS_PER_PROCESS
 from sandbox_exec.contracts import TrialCompletion, TrialDispatch
 from sandbox_exec.errors import SandboxExecError, StoreFull
 from sandbox_exec.guest import wire
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.process import ProcessSandbox, boot_zygote, scratch_base
-from sandbox_exec.sandbox.provider import Provider, chosen
+from sandbox_exec.sandbox.provider import Provider, chosen, take_uids
 from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
 from sandbox_exec.store.folders import COMPLETION, write_atomic
 from sandbox_exec.trial.executor import Executor
@@ -60,7 +61,7 @@ def host(control_fd: int) -> None:
             zygotes: dict[View, Zygote] = {}
             for view in {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}:
                 zygotes[view] = boot_zygote(
-                    containment, view, slots=1, preload=settings["preload"], cgroups=None, scratch=None
+                    containment, view, slots=range(UIDS_PER_PROCESS), preload=settings["preload"], cgroups=None, scratch=None
                 )
                 stack.callback(zygotes[view].close)
         except (SandboxExecError, OSError) as error:
@@ -81,6 +82,7 @@ def host(control_fd: int) -> None:
                 os.close(ended)
                 tempfile.tempdir = str(base) if base else None  # what a killed worker leaves goes with the host
                 _work(channel, settings["containment"], zygotes, links)
+            take_uids(1)  # those of this worker's agents; the next one is forked with the numbers after them
             for link in links.values():
                 link.close()
             os.close(channel)

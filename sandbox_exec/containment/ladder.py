@@ -30,7 +30,8 @@ from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import kernel
 
 _UID_BASE = 1_880_000_000  # in a range that no distribution gives to anybody
-_UIDS_PER_PROCESS = 64
+UIDS_PER_PROCESS = 64
+_OWNER = os.getpid()  # of who loaded this: workers that are forked from it take different slots of the same uids
 _HOW_TO: dict[Rung, str] = {
     Rung.ROOT_NAMESPACES: "run as root",
     Rung.USER_NAMESPACES: "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
@@ -58,7 +59,7 @@ class Containment:
             return os.geteuid()  # the only one that can be had
         if not self.rung.namespaced and not self._drops_uid:
             return os.geteuid()  # another could not reach the interpreter
-        uid = _UID_BASE + os.getpid() % 4_000_000 * _UIDS_PER_PROCESS + slot % _UIDS_PER_PROCESS
+        uid = _UID_BASE + _OWNER % 4_000_000 * UIDS_PER_PROCESS + slot % UIDS_PER_PROCESS
         return uid if _is_mapped(uid) else 65533
 
     def agent_gid(self, slot: int) -> int:
@@ -76,6 +77,8 @@ class Containment:
         notes = []
         if not private and limits.network == "none":
             notes.append("the network is open: only the rungs with namespaces can close it")
+        if not private and uid == 0:
+            notes.append("the agent runs as root: no other user can reach the interpreter")
         if limits.cpus is not None and "cpu" not in self.cgroups.homes:
             notes.append("cpus is not held: there is no cpu controller here")
         return Isolation(

@@ -71,16 +71,16 @@ def boot_zygote(
     containment: Containment,
     view: View,
     *,
-    slots: int,
+    slots: range,
     preload: list[str],
     cgroups: PoolCgroups | None,
     scratch: Path | None,
 ) -> Zygote:
-    uids = {containment.agent_uid(slot) for slot in range(slots)}
+    uids = {containment.agent_uid(slot) for slot in slots}
     boot = {
         "mode": containment.mode,
         "user_namespace": containment.rung is Rung.USER_NAMESPACES,
-        "view": view.for_guest(account_files(uids, containment.agent_gid(0))),
+        "view": view.for_guest(account_files(uids, containment.agent_gid(slots[0]))),
         "preload": preload,
         "cgroups": [cgroups.name] * len(cgroups.parents) if cgroups else [],
         "scratch": str(scratch) if scratch else None,
@@ -559,7 +559,7 @@ def probe(containment: Containment) -> None:
     gone: list[ProcessSandbox] = []
     view = build_view((), ())
     with scratch_base(containment) as base:
-        zygote = boot_zygote(containment, view, slots=1, preload=[], cgroups=None, scratch=base)
+        zygote = boot_zygote(containment, view, slots=range(1), preload=[], cgroups=None, scratch=base)
         try:
             shape = Shape.of(limits, Cgroups())
             sandbox = ProcessSandbox(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sandbox_exec.containment import Containment, PoolCgroups, SlotCgroup, View, build_view, choose
+from sandbox_exec.containment.ladder import UIDS_PER_PROCESS
 from sandbox_exec.contracts import Limits, Rung
 from sandbox_exec.errors import SandboxExecError, SandboxUnavailable
 from sandbox_exec.sandbox.loop import Loop
@@ -35,6 +36,16 @@ def chosen(wanted: str = "auto") -> Containment:
     return _choose(wanted, os.geteuid())
 
 
+_uids_taken = 0
+
+
+def take_uids(count: int) -> range:
+    """Numbers that go round: two pools of one process share an agent's uid only when there are many of them."""
+    global _uids_taken
+    first, _uids_taken = _uids_taken, (_uids_taken + count) % UIDS_PER_PROCESS
+    return range(first, first + count)
+
+
 class Provider:
     """All calls come from the thread of the loop."""
 
@@ -48,7 +59,8 @@ class Provider:
     ) -> None:
         """`links`: zygotes of another owner's, by view; should one end, one of our own takes its place."""
         self.containment = containment
-        self._loop, self._slots, self._preload = loop, slots, list(preload)
+        self._uids = take_uids(slots)
+        self._loop, self._preload = loop, list(preload)
         self._generation = 0
         self._stack = contextlib.ExitStack()
         self._base: Path | None = self._stack.enter_context(scratch_base(containment))
@@ -96,7 +108,7 @@ class Provider:
                 zygote,
                 self.containment,
                 shape,
-                slot=slot,
+                slot=self._uids[slot],
                 cgroup=self._cgroup(slot),
                 scratch=self._base / str(self._count) if self._base else None,
                 on_ready=on_ready,
@@ -165,7 +177,7 @@ class Provider:
         zygote = boot_zygote(
             self.containment,
             view,
-            slots=self._slots,
+            slots=self._uids,
             preload=self._preload,
             cgroups=self._cgroups,
             scratch=self._base,
