@@ -180,7 +180,13 @@ class Script:
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self.process.stderr is not None:
+            os.set_blocking(self.process.stderr.fileno(), False)
+            try:
+                print(f"the script, exit code {self.process.poll()}:", os.read(self.process.stderr.fileno(), 65536))
+            except BlockingIOError:
+                pass  # it said nothing
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

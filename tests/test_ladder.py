@@ -124,7 +124,7 @@ def test_two_processes_do_not_give_the_same_uid(monkeypatch: pytest.MonkeyPatch)
     containment = Containment(Rung.ROOT_NAMESPACES, NONE)
     seen: set[int] = set()
     for pid in (1000, 1001, 4_194_303):
-        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        monkeypatch.setattr(ladder, "_OWNER", pid)
         uids = {containment.agent_uid(slot) for slot in range(64)}
         assert not uids & seen
         assert max(uids) < 2**32 - 2

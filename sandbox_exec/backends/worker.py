@@ -61,7 +61,12 @@ def host(control_fd: int) -> None:
             zygotes: dict[View, Zygote] = {}
             for view in {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}:
                 zygotes[view] = boot_zygote(
-                    containment, view, slots=range(UIDS_PER_PROCESS), preload=settings["preload"], cgroups=None, scratch=None
+                    containment,
+                    view,
+                    slots=range(UIDS_PER_PROCESS),
+                    preload=settings["preload"],
+                    cgroups=None,
+                    scratch=None,
                 )
                 stack.callback(zygotes[view].close)
         except (SandboxExecError, OSError) as error:
