@@ -61,6 +61,7 @@ class Future(concurrent.futures.Future[Outcome]):
 
     _call: _Call
     _manager: _Manager
+    _pool: Pool | None = None
 
     def cancel(self) -> bool:
         """Forget the call if it waits (then `result` raises CancelledError); kill it if it runs (then its
@@ -144,6 +145,7 @@ class Pool:
                 self._stopper = weakref.finalize(self, _Manager.end, self._manager)
             manager = self._manager
             future._manager = manager
+            future._pool = self  # a pool that nobody names lives as long as its calls
             future._call = _Call(future, launch)
             # In the lock, so that a shutdown comes either before the call or after it.
             manager.put(lambda: manager.pending.append(future._call))
@@ -404,6 +406,7 @@ class _Manager:
         call.supervisor = None
         if self._broken is None:  # else it has been told
             call.future.set_result(outcome)
+        call.future._pool = None
 
     def _close(self, *, kill: bool, cancel: bool) -> None:
         self._closing = True

@@ -52,9 +52,7 @@ _BYTES_ALLOWED: Final = (
     "a whole number of bytes (1024), or a number with one of B, kB, MB, GB, TB (powers of 1000), "
     'KiB, MiB, GiB, TiB (powers of 1024), such as "512MiB"'
 )
-_SECONDS_ALLOWED: Final = (
-    'a number of seconds (30, 1.5), or numbers with d, h, m, s, ms, such as "250ms" or "1m30s"'
-)
+_SECONDS_ALLOWED: Final = 'a number of seconds (30, 1.5), or numbers with d, h, m, s, ms, such as "250ms" or "1m30s"'
 
 
 def parse_bytes(value: object) -> int:
@@ -81,9 +79,7 @@ def parse_seconds(value: object) -> float:
     """
     if type(value) in (int, float) and 0 <= value <= MAX_SECONDS:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
-    seconds = (
-        _seconds_from_text(value) if isinstance(value, str) else _number(value, "duration", _SECONDS_ALLOWED)
-    )
+    seconds = _seconds_from_text(value) if isinstance(value, str) else _number(value, "duration", _SECONDS_ALLOWED)
     if seconds > MAX_SECONDS:
         _refuse("duration", value, _SECONDS_ALLOWED, "longer than 1e9 seconds")
     return float(seconds)

@@ -102,7 +102,7 @@ def cgroups(homes: Iterable[Path]) -> set[str]:
 
 def _is_anothers(name: str) -> bool:
     """By the pid in it, and the pid namespace in which that pid means something."""
-    pid, namespace, *_ = (*name.removeprefix(f"{PREFIX}-").split("-"), "", "")
+    pid, namespace, *_ = (*name.removeprefix(f"{PREFIX}-").removeprefix("delegated-").split("-"), "", "")
     is_here = namespace == str(os.stat("/proc/self/ns/pid").st_ino)
     return is_here and pid != str(os.getpid()) and os.path.exists(f"/proc/{pid}")
 

@@ -97,7 +97,9 @@ class DelegatedCgroups:
 
     def __enter__(self) -> DelegatedCgroups:
         for home in self._homes:
-            folder = home / f"sandbox-exec-delegated-{os.getpid()}-{next(_counter)}"
+            folder = (
+                home / f"sandbox-exec-delegated-{os.getpid()}-{os.stat('/proc/self/ns/pid').st_ino}-{next(_counter)}"
+            )
             folder.mkdir()
             self.folders.append(folder)
             for path in (folder, *(folder / name for name in _DELEGATED)):

@@ -185,9 +185,7 @@ def test_limits_are_the_same_after_json() -> None:
         ("hidden", ["~no-such-user-at-all/x"], "names a home that is not known"),
     ],
 )
-def test_a_bad_limit_is_refused_with_its_field_and_what_is_allowed(
-    field: str, value: object, message: str
-) -> None:
+def test_a_bad_limit_is_refused_with_its_field_and_what_is_allowed(field: str, value: object, message: str) -> None:
     with pytest.raises(ValidationError, match=message) as caught:
         Limits.model_validate({field: value})
     assert caught.value.errors()[0]["loc"][0] == field
@@ -264,9 +262,7 @@ def test_a_whole_outcome_is_the_same_after_json_and_pickle() -> None:
 def test_unwrap_raises_with_all_that_a_person_needs() -> None:
     outcome = Outcome(
         status=Status.AGENT_ERROR,
-        error=AgentError(
-            type="ZeroDivisionError", message="division by zero", traceback="File solve.py, line 3\n"
-        ),
+        error=AgentError(type="ZeroDivisionError", message="division by zero", traceback="File solve.py, line 3\n"),
         stderr="x" * 5000 + "the last words\n",
         usage=USAGE,
     )
@@ -407,9 +403,7 @@ def test_a_trial_id_does_not_depend_on_the_order_of_the_schedule() -> None:
 
 
 IDS = st.text(min_size=1, max_size=256)
-SLOTS = st.builds(
-    Slot, schedule_idx=st.integers(0, 9), variant_id=IDS, task_id=IDS, repeat=st.integers(0, 10**6)
-)
+SLOTS = st.builds(Slot, schedule_idx=st.integers(0, 9), variant_id=IDS, task_id=IDS, repeat=st.integers(0, 10**6))
 
 
 @unhurried
@@ -430,13 +424,8 @@ def test_a_trial_id_is_safe_as_the_name_of_a_folder(slot: Slot) -> None:
         (("v", "\u00e9", 0), ("v", "\u00e8", 0)),
     ],
 )
-def test_slots_that_look_alike_have_different_trials(
-    one: tuple[str, str, int], other: tuple[str, str, int]
-) -> None:
-    ids = {
-        derive_trial_id(Slot(schedule_idx=0, variant_id=v, task_id=t, repeat=r)).lower()
-        for v, t, r in (one, other)
-    }
+def test_slots_that_look_alike_have_different_trials(one: tuple[str, str, int], other: tuple[str, str, int]) -> None:
+    ids = {derive_trial_id(Slot(schedule_idx=0, variant_id=v, task_id=t, repeat=r)).lower() for v, t, r in (one, other)}
     assert len(ids) == 2
 
 

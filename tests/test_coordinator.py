@@ -25,6 +25,7 @@ from runs_support import (
 )
 from support import spin_until
 
+from sandbox_exec import coordinator
 from sandbox_exec.backends.base import Adoption, Traced, WorkerTicket
 from sandbox_exec.contracts import ActiveTrial, Slot, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
@@ -383,6 +384,14 @@ def test_what_cannot_be_killed_is_recorded_and_adopted_by_the_next(base: Path, f
     assert [event["state"] for event in events(folder, "adopted")] == ["alive", "alive"]
 
 
+def test_what_is_lost_while_a_run_is_killed_is_not_committed_as_lost(base: Path, folder: Path) -> None:
+    one = experiment(base, ["a"], design={"infra_retries": 0})
+    dies = Play(None, bells=(("started", 0), ("lost", 1)))
+    end, _ = run_scripted(folder, one, in_turn(dies), callbacks=[Then(lambda run: run.kill("now"))])
+    assert (end, statuses(folder)) == (RunEnd("interrupted", "now"), [])
+    assert (run_scripted(folder, one)[0], statuses(folder)) == (COMPLETED, [Status.SUCCESS])
+
+
 def test_attempts_that_a_closed_backend_cancelled_are_made_again(base: Path, folder: Path) -> None:
     class Broken(Exception):
         pass
@@ -468,6 +477,13 @@ class Steered:
         for ticket in list(self.backend.running):
             self.backend.finish(ticket)
         self.backend.wake()
+
+    def let_time_pass(self) -> None:
+        """As much as is needed, until it ends: whatever it waits for will not come."""
+        while self._thread.is_alive():
+            self.clock.advance(STOP_S)
+            self.backend.wake()
+            self._thread.join(0.01)
 
     def end(self) -> RunEnd:
         self._thread.join(60)
@@ -711,3 +727,14 @@ def test_an_attempt_that_found_no_room_interrupts_the_run_and_costs_the_trial_no
     assert run_scripted(folder, one)[0] == COMPLETED
     assert statuses(folder) == [Status.SUCCESS] * 2
     assert [len(json.loads(line)["attempts"]) for line in history_of(folder)] == [1, 1]
+
+
+def test_a_worker_that_had_no_room_even_to_say_so_interrupts_the_run(
+    base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = experiment(base, ["a"], design={"infra_retries": 0})
+    with monkeypatch.context() as full:
+        full.setattr(coordinator, "has_room", lambda folder: False)
+        end, _ = run_scripted(folder, one, in_turn(LOST))
+    assert (end.status, statuses(folder)) == ("interrupted", [])
+    assert (run_scripted(folder, one)[0], statuses(folder)) == (COMPLETED, [Status.SUCCESS])

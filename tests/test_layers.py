@@ -248,10 +248,7 @@ def test_type_checkers_are_shown_what_is_loaded_lazily() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
     shown = {
-        alias.name: node.module
-        for node in guarded.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
+        alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
     assert shown == sandbox_exec._MODULE_OF
     assert {*shown, "__version__"} == set(sandbox_exec.__all__)

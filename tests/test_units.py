@@ -105,9 +105,7 @@ def test_what_is_no_duration_is_refused_with_what_is_allowed(value: object) -> N
 
 
 def test_a_refusal_shows_what_stood_there_but_not_all_of_a_flood() -> None:
-    with pytest.raises(
-        InvalidValue, match=r"^'12 parsecs' is not a size \(the unit 'parsecs' is not known\)"
-    ):
+    with pytest.raises(InvalidValue, match=r"^'12 parsecs' is not a size \(the unit 'parsecs' is not known\)"):
         parse_bytes("12 parsecs")
     with pytest.raises(InvalidValue) as caught:
         parse_seconds("x" * 10**6)

@@ -14,9 +14,7 @@ from sandbox_exec.contracts.base import Bytes, Contract, Seconds
 from sandbox_exec.errors import InvalidValue
 from sandbox_exec.units import MIB, format_bytes
 
-MIN_MEMORY_BYTES: Final = (
-    4 * MIB
-)  # no interpreter starts in less: the trial would die of our limit, not its own
+MIN_MEMORY_BYTES: Final = 4 * MIB  # no interpreter starts in less: the trial would die of our limit, not its own
 MIN_DISK_BYTES: Final = MIB  # a tmpfs of size 0 has no limit at all
 MIN_FILES: Final = 16  # likewise for inodes; and the folders of the sandbox are files too
 MIN_OPEN_FILES: Final = 16  # the pipes of the sandbox and what an interpreter opens to start
@@ -55,9 +53,7 @@ def _absolute(value: Any) -> str:
         raise InvalidValue(f"{text!r} is not a path: it is text, not empty, and without NUL")
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        raise InvalidValue(
-            f"{text!r} names a home that is not known; write './{text}' for a file of that name"
-        )
+        raise InvalidValue(f"{text!r} names a home that is not known; write './{text}' for a file of that name")
     # Links stay as they are: the path is what the agent sees, not what it leads to.
     return os.path.abspath(expanded)
 
@@ -113,9 +109,7 @@ class Limits(Contract):
     files: Annotated[int, Field(strict=True, ge=MIN_FILES)] = Field(
         default=100_000, description="Files and folders that may exist in the places that `disk` counts."
     )
-    file_size: Bytes | None = Field(
-        default=None, description="Size of any one file. None: as large as `disk` allows."
-    )
+    file_size: Bytes | None = Field(default=None, description="Size of any one file. None: as large as `disk` allows.")
     open_files: Annotated[int, Field(strict=True, ge=MIN_OPEN_FILES)] = Field(
         default=1024, description="Descriptors that one process may have open."
     )
@@ -127,20 +121,14 @@ class Limits(Contract):
     )
     stdout: Bytes = Field(default=MIB, description="How much of stdout is kept: its tail.")
     stderr: Bytes = Field(default=MIB, description="How much of stderr is kept: its tail.")
-    trace: Bytes = Field(
-        default=64 * MIB, description="How much of the trace is kept; later events are counted."
-    )
-    result: Bytes = Field(
-        default=16 * MIB, description="How large the value or result that comes back may be."
-    )
+    trace: Bytes = Field(default=64 * MIB, description="How much of the trace is kept; later events are counted.")
+    result: Bytes = Field(default=16 * MIB, description="How large the value or result that comes back may be.")
     output_ceiling: Bytes | None = Field(
         default=None,
         description="Total of stdout, stderr and trace at which the trial is ended as output_exceeded. "
         "None: it goes on, and what is not kept is dropped and counted.",
     )
-    network: Literal["none", "host"] = Field(
-        default="none", description="No network at all, or the caller's own."
-    )
+    network: Literal["none", "host"] = Field(default="none", description="No network at all, or the caller's own.")
     require: Require | None = Field(
         default=None,
         description="The least containment to accept; a machine that gives less refuses to run. "

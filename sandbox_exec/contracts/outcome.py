@@ -15,9 +15,7 @@ KillReason = Literal["deadline", "memory", "pids", "output", "disk", "cancelled"
 """Why a sandbox was emptied. `sweep`: the agent had ended by itself, the rest of its processes had not.
 `fault`: the sandbox itself failed."""
 
-STDERR_TAIL_CHARS: Final = (
-    2000  # what a person reads of it in an exception; all that was kept is in the outcome
-)
+STDERR_TAIL_CHARS: Final = 2000  # what a person reads of it in an exception; all that was kept is in the outcome
 
 
 class Usage(Contract):
@@ -75,9 +73,7 @@ class Dropped(Contract):
 class Outcome(Judged):
     """How one call ended. An agent that dies, hangs, floods or lies yields one, never an exception."""
 
-    value: Any = Field(
-        default=None, description="What the agent returned; of a JSON type unless results are trusted."
-    )
+    value: Any = Field(default=None, description="What the agent returned; of a JSON type unless results are trusted.")
     error: AgentError | None = None
     exit_code: int | None = None
     signal: int | None = None
