@@ -386,7 +386,7 @@ def test_what_cannot_be_killed_is_recorded_and_adopted_by_the_next(base: Path, f
 
 def test_what_is_lost_while_a_run_is_killed_is_not_committed_as_lost(base: Path, folder: Path) -> None:
     one = experiment(base, ["a"], design={"infra_retries": 0})
-    dies = Play(None, bells=(("started", 0), ("lost", 1)))
+    dies = Play(None, bells=(("started", 0), ("lost", 1)), deaf=True)
     end, _ = run_scripted(folder, one, in_turn(dies), callbacks=[Then(lambda run: run.kill("now"))])
     assert (end, statuses(folder)) == (RunEnd("interrupted", "now"), [])
     assert (run_scripted(folder, one)[0], statuses(folder)) == (COMPLETED, [Status.SUCCESS])

@@ -26,6 +26,7 @@ from runs_support import (
     statuses,
     work_at,
 )
+from support import spin_until
 from test_coordinator import COMPLETED, Steered, Then, control_of, dispatches, in_turn
 
 from sandbox_exec.backends.base import Finished, Lost, Started, WorkerEvent, WorkerTicket
@@ -147,6 +148,7 @@ def test_a_pause_that_some_do_not_acknowledge_in_time(base: Path, folder: Path) 
     run.await_begun(3)
     survivor = dispatches(folder)[1].trial_id
     assert run.ask(do="pause") == {"status": "interrupted", "survivors": [survivor]}
+    spin_until(lambda: len(run.backend.running) == 1, "the others have been killed")
     run.let_time_pass()  # what does not hear is not waited for for ever
     end = run.end()
     assert (end.status, statuses(folder)) == ("interrupted", [])

@@ -178,7 +178,7 @@ def _error_of(outcome: Outcome) -> AgentError | None:
     if kind is None:
         return outcome.error
     if outcome.error is None:
-        return AgentError(type=kind, message=f"the agent was killed: {outcome.status}")
+        return AgentError(type=kind, message="the agent was killed")
     return outcome.error.model_copy(update={"type": kind})
 
 

@@ -98,9 +98,9 @@ def _either(*wheres: Where) -> Where:
     return lambda situation: any(where(situation) for where in wheres)
 
 
-def _unshielded_without_cgroup(situation: Situation) -> bool:
-    """Its keeper can be killed, and then there is no list left to find it by."""
-    return _unshielded(situation) and situation.rung != "cgroup"
+def _on_the_last_rung_with_a_keeper(situation: Situation) -> bool:
+    """Who kills its keeper has its orphans looked for; who only leaves the process group has not."""
+    return _on_the_last_rung(situation) and not _unshielded(situation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ _ROWS = (
         "daemon_kills_parent",
         "no watcher to find it",
         arguments=_PIDNS,
-        survives_where=_either(_on_the_last_rung, _unshielded_without_cgroup),
+        survives_where=_on_the_last_rung_with_a_keeper,
         otherwise_where=_unshielded,
         otherwise=LOST,
     ),
