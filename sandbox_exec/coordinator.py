@@ -215,15 +215,16 @@ class Coordinator:
     def _recover(self) -> None:
         """Take up what was committed, what has ended, and what still runs."""
         store = self.store
-        slots, commits, active = tuple(store.slots()), list(store.commits()), store.active()
+        slots, commits, since = tuple(store.slots()), list(store.commits()), store.active_since()
+        active = [one for one, _ in since]
         for attempt in store.attempts(len(commits)):
             trial = self._trials.setdefault(attempt.schedule_idx, _Trial())
             trial.attempt = max(trial.attempt, attempt.attempt)
             if attempt.counted or attempt.status is Status.RATE_LIMITED:
                 trial.ended[attempt.status] += 1
-        for one in active:
+        for one, started_at in since:
             trial = self._trials.setdefault(one.slot.schedule_idx, _Trial())
-            trial.attempt, trial.adopted = one.attempt, True
+            trial.attempt, trial.adopted, trial.since = one.attempt, True, started_at
         self._began_s = self._clock.now_s() - _used_before_s(store.control(), commits)
         design = self.experiment.design
         self.board = Board(

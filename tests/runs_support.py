@@ -161,8 +161,9 @@ def run_scripted(
     return work_at(folder, one, backend, at=at, callbacks=callbacks, clock=clock), backend
 
 
-def run_local(folder: Path, one: Experiment, *, hung_s: float = 30.0, **more: Any) -> RunEnd:
-    backend = LocalBackend(one.design.max_concurrency, limits=limits_of(one), hung_s=hung_s)
+def run_local(folder: Path, one: Experiment, *, hung_s: float = 30.0, containment: str = "auto", **more: Any) -> RunEnd:
+    workers = one.design.max_concurrency
+    backend = LocalBackend(workers, limits=limits_of(one), hung_s=hung_s, containment=containment)
     return work_at(folder, one, backend, **more)
 
 

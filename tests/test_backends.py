@@ -490,7 +490,7 @@ def test_who_does_not_answer_a_pause_is_reported_and_the_others_are_frozen(real:
 
     def pause() -> list[PauseAck]:
         real.backend._clock = MonotonicClock()
-        return real.backend.pause([deaf, other], 0.5)
+        return real.backend.pause([deaf, other], 1.0)
 
     assert pause() == [PauseAck(deaf, frozen=False), PauseAck(other, frozen=True)]
     os.kill(worker_pid(deaf), signal.SIGCONT)

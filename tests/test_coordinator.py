@@ -673,10 +673,19 @@ def test_an_adopted_attempt_that_is_lost_costs_the_trial_nothing(base: Path, fol
 def test_an_adopted_attempt_runs_to_its_end_and_is_not_made_again(base: Path, folder: Path) -> None:
     one = experiment(base, ["a", "b", "c"], design={"max_concurrency": 2})
     interrupted(folder, one)
-    late = Play(bells=(("finished", 5),))
-    end, backend = run_scripted(folder, one, capacity=2, adopts=lambda active: late)
+    late = Play(
+        bells=(
+            ("started", 0),
+            ("finished", 5),
+        )
+    )
+    ages: list[float] = []
+    looks = Then(lambda run: ages.extend(one["age_s"] for one in run.in_flight()))
+    end, backend = run_scripted(folder, one, capacity=2, adopts=lambda active: late, callbacks=[looks])
     assert (end, statuses(folder)) == (COMPLETED, [Status.SUCCESS] * 3)
     assert backend.asked == [("begin", 2, 1)]
+    assert len(ages) == 2
+    assert max(ages) < 600  # since it began, and not since 1970
 
 
 # --- no room ---

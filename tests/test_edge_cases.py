@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs_support import (
@@ -26,13 +28,15 @@ from runs_support import (
     statuses,
     work_at,
 )
-from support import spin_until
+from support import meetings, spin_until
 from test_coordinator import COMPLETED, Steered, Then, control_of, dispatches, in_turn
 
+from sandbox_exec import coordinator
 from sandbox_exec.backends.base import Finished, Lost, Started, WorkerEvent, WorkerTicket
-from sandbox_exec.contracts import Status, TrialDispatch
+from sandbox_exec.contracts import Slot, Status, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
-from sandbox_exec.coordinator import PAUSE_S, Coordinator
+from sandbox_exec.control import ask
+from sandbox_exec.coordinator import PAUSE_S, Coordinator, RunCallback
 from sandbox_exec.guest import kernel
 from sandbox_exec.store import RunStore
 from sandbox_exec.testing import HOLDS, ManualClock, Play, ScriptedBackend
@@ -160,6 +164,44 @@ def test_a_pause_that_some_do_not_acknowledge_in_time(base: Path, folder: Path) 
     end, backend = run_scripted(folder, one, adopts=lambda active: Play())
     assert (end, statuses(folder)) == (COMPLETED, [Status.SUCCESS] * 3)
     assert [call for call in backend.asked if call[1] == 1] == []  # it was alive, and is not run again
+
+
+def test_a_pause_that_a_real_worker_does_not_acknowledge_in_time(
+    base: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "PAUSE_S", 1.5)
+    (tmp_path / "meeting").mkdir()
+    answers: list[dict[str, Any]] = []
+
+    class Stops(RunCallback):
+        """When both trials are under way, stops the worker of the first, and asks for a pause."""
+
+        def on_run_start(self, run: Coordinator) -> None:
+            self._run, self._started = run, 0
+
+        def on_trial_start(self, slot: Slot, attempt: int) -> None:
+            self._started += 1
+            if self._started == 2:
+                ticket = self._run._trials[0].ticket
+                assert ticket is not None
+                os.kill(int(ticket.worker.partition("-")[0]), signal.SIGSTOP)
+                asking.start()
+
+    asking = threading.Thread(target=lambda: answers.append(ask(folder, do="pause")))
+    for meeting in meetings(tmp_path / "meeting"):
+        what = {"meet": [f"{meeting.folder}/up", f"{meeting.folder}/down"]}
+        tasks = [{"id": name, "input": what} for name in "ab"]
+        one = experiment(
+            base, tasks, design={"max_concurrency": 2}, sandbox={"readable": [meeting.folder], "memory": "64MiB"}
+        )
+        end = run_local(folder, one, hung_s=2.0, callbacks=[Stops()])
+        asking.join(60)
+        survivor = dispatches(folder)[0].trial_id
+        assert answers == [{"status": "interrupted", "survivors": [survivor]}]
+        assert (end.status, statuses(folder), control_of(folder)[1]["survivors"]) == ("interrupted", [], [survivor])
+        meeting.let_go(2)
+        assert run_local(folder, one) == COMPLETED
+        assert statuses(folder) == [Status.SUCCESS] * 2
 
 
 def test_an_active_trial_is_recorded_but_its_folder_is_gone(base: Path, folder: Path, tmp_path: Path) -> None:
