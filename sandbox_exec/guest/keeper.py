@@ -27,13 +27,13 @@ what to kill (`_members`); docs/threat-model.md says what can escape it.
 
 from __future__ import annotations
 
+import _signal as signal  # whose public face loads enum, and wraps every number into one
 import _socket
 import fcntl
 import gc
 import os
 import resource
 import select
-import signal
 import sys
 import time
 

@@ -11,11 +11,11 @@ would be left of the pool: empty cgroups, scratch folders.
 
 from __future__ import annotations
 
+import _signal as signal  # whose public face loads enum, and wraps every number into one
 import _socket
 import gc
 import os
 import select
-import signal
 import site
 import sys
 

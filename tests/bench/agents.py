@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 
 TYPE_CHECKING = False  # what is loaded here is in every fork of every side
@@ -69,6 +68,8 @@ def trace_ticks(events: int) -> float:
 
 
 def _ignore_sigterm() -> None:
+    import signal
+
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
