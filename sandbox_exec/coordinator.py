@@ -49,7 +49,6 @@ from sandbox_exec.contracts import (
     Phase,
     Slot,
     Status,
-    Task,
     TrialCompletion,
     TrialDispatch,
     Variant,
@@ -670,6 +669,3 @@ def _lost(slot: Slot, ticket: WorkerTicket, reason: str) -> TrialCompletion:
         phase=Phase.AGENT,
         error=AgentError(type="WorkerLost", message=reason),
     )
-
-
-__all__ = ["Coordinator", "RunCallback", "RunEnd", "Task", "is_counted", "limits_of", "resolve"]

@@ -487,7 +487,7 @@ def test_a_fork_that_is_refused_is_counted(slot: SlotCgroup) -> None:
     member.start()
     spin_until(lambda: slot.exceeded() == "pids", "a refused fork")
     os.kill(member.pid, signal.SIGKILL)
-    fds, _ = slot.open_members()
+    fds = slot.open_members()
     for pid in map(int, os.pread(fds["procs"], 4096, 0).split()):
         os.kill(pid, signal.SIGKILL)
     for fd in fds.values():

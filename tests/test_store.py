@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import count
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from rows import active, completion, make_run, row, slot
+from runs_support import fork, in_child
 
 from sandbox_exec.contracts import Grade, Slot, Status, derive_trial_id
 from sandbox_exec.errors import InvalidValue, RunLocked, StoreFull
@@ -48,24 +48,6 @@ def state(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
         assert list(store.query("PRAGMA integrity_check")) == [("ok",)]
         assert list(store.query("PRAGMA foreign_key_check")) == []
         return {name: list(store.query(f"SELECT * FROM {name}")) for name in TABLE_NAMES}
-
-
-def fork(work: Callable[[], object]) -> int:
-    """Start `work` in a process of its own, which never returns into the test."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return pid
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Run `work` in a process of its own; return its exit code, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(fork(work), 0)[1])
 
 
 # What is written is what is read

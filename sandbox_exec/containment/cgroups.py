@@ -287,14 +287,14 @@ class SlotCgroup:
         (self.freezer / "cgroup.freeze").write_text("1" if frozen else "0")
         return True
 
-    def open_members(self) -> tuple[dict[str, int], bool]:
+    def open_members(self) -> dict[str, int]:
         """For a keeper that must kill by cgroup: the list of members, and the v2 kill switch if there is one."""
         folder = next(iter(self._folders.values()))
         fds = {"procs": os.open(folder / "cgroup.procs", os.O_RDONLY | os.O_CLOEXEC)}
         switch = self.freezer / "cgroup.kill" if self.freezer else None
         if switch and switch.exists():
             fds["kill"] = os.open(switch, os.O_WRONLY | os.O_CLOEXEC)
-        return fds, "kill" in fds
+        return fds
 
     def is_empty(self) -> bool:
         return all(not (folder / "cgroup.procs").read_text() for folder in self._folders.values())

@@ -148,7 +148,7 @@ class ProcessSandbox:
         self._peak = 0
         self._paused = False
         self._killing = False
-        fds, _ = cgroup.open_members() if cgroup and containment.rung is Rung.CGROUP else ({}, False)
+        fds = cgroup.open_members() if cgroup and containment.rung is Rung.CGROUP else {}
         watched = {"memory": shape.memory, "pids": shape.pids}
         request: dict[str, Any] = {
             "uid": self._uid,

@@ -102,9 +102,6 @@ class Zygote(ZygoteLink):
             return f"exit code {self._process.wait(1)}"
         return "still running"
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
     def close(self) -> None:
         """Let it go; it ends when its keepers have. Returns once it has."""
         self.control.close()
