@@ -23,13 +23,14 @@ import functools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import psutil
 
+from sandbox_exec.artifacts import Unpacked
 from sandbox_exec.backends.base import (
     Adoption,
     Finished,
@@ -45,10 +46,12 @@ from sandbox_exec.contracts import (
     ActiveTrial,
     AgentError,
     Blame,
+    ContainerSpec,
     Limits,
     Phase,
     Slot,
     Status,
+    Task,
     TrialCompletion,
     TrialDispatch,
     Variant,
@@ -127,8 +130,13 @@ class Coordinator:
         callbacks: Iterable[RunCallback] = (),
         clock: Clock | None = None,
         at: Callable[[str], None] = lambda point: None,
+        artifacts: Mapping[str, Unpacked] | None = None,
+        images: Mapping[str, str] | None = None,
     ) -> None:
         self.store, self.experiment, self.backend = store, experiment, backend
+        self._artifacts = artifacts or {}  # by variant
+        self._images = images or {}  # what each name was at the start of the run
+        self._run_id = store.run().run_id
         self._callbacks = list(callbacks)
         self._clock = clock or MonotonicClock()
         self._at = at
@@ -315,8 +323,6 @@ class Coordinator:
         trial.attempt += 1
         folder = attempt_folder(self.store.folder, derive_trial_id(slot), trial.attempt)
         dispatch = self._make_dispatch(slot, trial)
-        with one_error(self.store.folder):
-            (folder / "dispatch.json").write_text(dispatch.model_dump_json())
         trial.ticket = ticket = self.backend.submit(dispatch, folder)
         trial.adopted = trial.started = False
         trial.since, trial.phase, trial.events, trial.memory_bytes = time.time(), "", 0, None
@@ -335,6 +341,7 @@ class Coordinator:
         if factor > 1 and limits.timeout_s is not None:
             limits = limits.model_copy(update={"timeout_s": limits.timeout_s * factor})
         function = variant.agent.function
+        artifact = self._artifacts.get(variant.id)
         return TrialDispatch(
             slot=slot,
             trial_id=trial_id,
@@ -345,7 +352,25 @@ class Coordinator:
             limits=limits,
             base=self.experiment.base,
             payload=self.store.folder / FUNCTIONS / f"{function}.pkl" if isinstance(function, str) else None,
+            artifact=artifact.folder if artifact else None,
+            entrypoint=artifact.entrypoint if artifact else None,
             out_limit=self.experiment.sandbox.out_limit,
+            run_id=self._run_id,
+            container=self._container(task),
+        )
+
+    def _container(self, task: Task) -> ContainerSpec | None:
+        settings = self.experiment.sandbox
+        if settings.kind != "docker":
+            return None
+        image = task.image or settings.image or ""
+        return ContainerSpec(
+            image=image,
+            image_id=self._images.get(image),
+            user=settings.user,
+            network=settings.network,
+            read_only=settings.read_only,
+            runtime=settings.runtime,
         )
 
     def _resolve(self, timeout_s: float | None, variant_id: str) -> tuple[Limits, Variant]:

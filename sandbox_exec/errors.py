@@ -24,6 +24,10 @@ class InvalidExperiment(SandboxExecError):
     """An experiment, its tasks or its variants contradict themselves or point at what is not there."""
 
 
+class InvalidArtifact(InvalidExperiment):
+    """A frozen artifact is not what its manifest says, or a folder cannot be frozen; the message says why."""
+
+
 class PreflightFailed(SandboxExecError):
     """A check made before the first trial failed; nothing has been run."""
 

@@ -16,23 +16,37 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from pydantic import Field
 
+from sandbox_exec.artifacts import FILES, Unpacked, archive_digest, unpack, verify
 from sandbox_exec.backends.base import WorkerBackend
 from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.containment import require
 from sandbox_exec.contracts import Contract, Experiment, Rung, Status
 from sandbox_exec.control import ask
 from sandbox_exec.coordinator import FUNCTIONS, Coordinator, Ending, RunCallback, limits_of
-from sandbox_exec.errors import InvalidExperiment, InvalidValue, RunNotActive
-from sandbox_exec.experiment import changed_inputs, check_files, freeze_functions, input_digests, load_experiment
+from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, InvalidValue, RunNotActive, SandboxUnavailable
+from sandbox_exec.experiment import (
+    MISSING,
+    changed_inputs,
+    check_files,
+    freeze_functions,
+    input_digests,
+    load_experiment,
+)
+from sandbox_exec.guest.view import remove_scratch
 from sandbox_exec.sandbox.provider import chosen
 from sandbox_exec.schedule.slots import expand
 from sandbox_exec.store import RunStore, holder, write_atomic
 from sandbox_exec.store.db import DB_NAME
 
+if TYPE_CHECKING:
+    from sandbox_exec.sandbox.reaper import Reaped
+
+_IMAGE: Final = "image "  # what the names of images begin with among a run's inputs
+ARTIFACTS: Final = "artifacts"  # in the run's folder: the unpacked agents, by the digest of their archive
 RUNS: Final = "runs"  # where runs are, beside where they are started
 STATUS_S: Final = 2.0  # for a coordinator to say what is in flight; else the database's word must do
 
@@ -135,10 +149,11 @@ def run(
     else:
         experiment = load_experiment(experiment)
     _check_run(experiment, workers, containment, backend)
+    _check_artifacts(experiment)
     run_id = _checked_id(run_id) if run_id is not None else new_run_id(experiment.name)
     folder = Path(os.path.abspath(runs)) / run_id
     frozen, functions = freeze_functions(experiment)
-    digests = input_digests(frozen)
+    digests = {**input_digests(frozen), **_image_digests(frozen)}
     slots = expand(frozen)
     if (folder / DB_NAME).exists():
         raise InvalidValue(f"there is a run in {folder} already: continue it, or name another")
@@ -254,14 +269,22 @@ def _work(
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(store)
-        slots = store.progress().slots
+        slots, committed = store.progress().slots, store.progress().committed
+        artifacts = _unpack_artifacts(store.folder, experiment) if committed < slots else {}
+        images = {
+            name.removeprefix(_IMAGE): digest
+            for name, digest in store.run().digests.items()
+            if name.startswith(_IMAGE) and digest != MISSING
+        }
+        if backend is None and committed < slots and experiment.sandbox.kind == "docker":
+            sweep()
         if backend is None:
             experiment = _at_once(experiment, min(workers or experiment.design.max_concurrency, slots))
             backend = _local_backend(experiment, containment)
         elif workers is not None:
             experiment = _at_once(experiment, workers)
         stack.callback(backend.close)
-        coordinator = Coordinator(store, experiment, backend, callbacks=callbacks)
+        coordinator = Coordinator(store, experiment, backend, callbacks=callbacks, artifacts=artifacts, images=images)
         if on_ready is not None:
             on_ready(coordinator)
         end = coordinator.run()
@@ -279,6 +302,35 @@ def _work(
         )
 
 
+def _image_digests(experiment: Experiment) -> dict[str, str]:
+    """What each image is now, pulled if it is not there and can be had."""
+    if experiment.sandbox.kind != "docker":
+        return {}
+    from sandbox_exec.sandbox import engine
+
+    wanted = {task.image or experiment.sandbox.image or "" for task in experiment.tasks}
+    client = engine.connect()
+    try:
+        return {f"{_IMAGE}{name}": found or MISSING for name, found in engine.image_ids(client, sorted(wanted)).items()}
+    except engine.EngineErrors as error:
+        raise SandboxUnavailable(engine.explain(error)) from error
+    finally:
+        client.close()
+
+
+def sweep(*, everything: bool = False) -> Reaped:
+    """Take away what killed runs left on this machine and its engine: containers, folders and mounts."""
+    from sandbox_exec.sandbox import engine, reaper
+
+    client = engine.connect()
+    try:
+        return reaper.reap(client, everything=everything)
+    except engine.EngineErrors as error:
+        raise SandboxUnavailable(engine.explain(error)) from error
+    finally:
+        client.close()
+
+
 def _at_once(experiment: Experiment, trials: int) -> Experiment:
     design = experiment.design.model_copy(update={"max_concurrency": trials})
     return experiment.model_copy(update={"design": design})
@@ -286,9 +338,11 @@ def _at_once(experiment: Experiment, trials: int) -> Experiment:
 
 def _local_backend(experiment: Experiment, containment: str) -> LocalBackend:
     functions = any(variant.agent.function is not None for variant in experiment.variants)
+    in_docker = experiment.sandbox.kind == "docker"
     return LocalBackend(
         experiment.design.max_concurrency,
-        limits=limits_of(experiment),
+        limits=() if in_docker else limits_of(experiment),
+        docker=in_docker,
         containment=containment,
         preload=["cloudpickle"] if functions else [],  # what their pickles are made of
     )
@@ -300,27 +354,68 @@ def _check_run(experiment: Experiment, workers: int | None, containment: str, ba
         raise InvalidValue(f"workers is {workers}; at least 1 is needed")
     if containment not in ("auto", *Rung):
         raise InvalidValue(f"there is no containment {containment!r}; allowed: auto, {', '.join(Rung)}")
-    faults = [*_not_built(experiment), *_not_in_environment(experiment)]
+    faults = [*_not_built(experiment), *_not_in_docker(experiment), *_not_in_environment(experiment)]
     if faults:
         raise InvalidExperiment("\n  ".join(["this experiment cannot be run:", *faults]))
-    if backend is None and (containment != "auto" or experiment.sandbox.require is not None):
+    if (
+        backend is None
+        and experiment.sandbox.kind == "process"
+        and (containment != "auto" or experiment.sandbox.require is not None)
+    ):
         found = chosen(containment)
         for limits in limits_of(experiment):
             require(found, limits)
 
 
 def _not_built(experiment: Experiment) -> Iterable[str]:
-    if experiment.sandbox.kind != "process":
-        yield f"sandbox.kind: {experiment.sandbox.kind} is not built yet; allowed: process"
     if experiment.grading is not None:
         yield "grading: is not built yet; without it, a trial's result is kept and not judged"
     for task in experiment.tasks:
         if task.grading is not None:
             yield f"task {task.id!r}: grading is not built yet; without it, the result is kept and not judged"
             break  # if one has it, so have most
+
+
+def _check_artifacts(experiment: Experiment) -> None:
+    """Refuse archives that cannot be unpacked. A run that is continued has done so: its inputs are the same."""
+    faults: dict[Path, str] = {}
+    for variant in experiment.variants:
+        if variant.agent.artifact is not None and (archive := experiment.base / variant.agent.artifact) not in faults:
+            try:
+                verify(archive)
+                faults[archive] = ""
+            except InvalidArtifact as error:
+                faults[archive] = f"variant {variant.id!r}: agent.artifact: {error}"
+    if any(faults.values()):
+        raise InvalidArtifact("\n  ".join(["this experiment cannot be run:", *filter(None, faults.values())]))
+
+
+def _unpack_artifacts(folder: Path, experiment: Experiment) -> dict[str, Unpacked]:
+    """By variant. Each archive once; what is there already and was not touched stays."""
+    unpacked: dict[str, Unpacked] = {}
     for variant in experiment.variants:
         if variant.agent.artifact is not None:
-            yield f"variant {variant.id!r}: agent.artifact is not built yet; allowed: command, python"
+            archive = experiment.base / variant.agent.artifact
+            target = folder / ARTIFACTS / archive_digest(archive).removeprefix("sha256:")
+            target.parent.mkdir(exist_ok=True)
+            manifest = unpack(archive, target, replace=True)
+            unpacked[variant.id] = Unpacked(target / FILES, manifest.entrypoint)
+    for stale in (folder / ARTIFACTS).glob(".*.tmp") if unpacked else ():  # of one that was killed at it
+        remove_scratch(str(stale))
+    return unpacked
+
+
+def _not_in_docker(experiment: Experiment) -> Iterable[str]:
+    if experiment.sandbox.kind != "docker":
+        return
+    for variant in experiment.variants:
+        if variant.agent.python is not None or variant.agent.function is not None:
+            yield f"variant {variant.id!r}: a function runs in the process sandbox only; for docker: command, artifact"
+    if experiment.sandbox.image is None:
+        bare = [task.id for task in experiment.tasks if task.image is None]
+        if bare:
+            some = ", ".join(map(repr, bare[:5])) + (", ..." if len(bare) > 5 else "")
+            yield f"sandbox.image: these tasks name no image, and there is none for all: {some}"
 
 
 def _not_in_environment(experiment: Experiment) -> Iterable[str]:
@@ -338,7 +433,11 @@ def _checked_id(run_id: str) -> str:
 
 
 def _check_unchanged(store: RunStore, experiment: Experiment) -> None:
-    changes = changed_inputs(store.run().digests, input_digests(experiment))
+    old, images = store.run().digests, _image_digests(experiment)
+    # An image that was not there may have been built since: its trials that ran have failed, and the others can run.
+    known = {name: digest for name, digest in images.items() if old.get(name, MISSING) != MISSING}
+    inputs = {name: digest for name, digest in old.items() if name in known or not name.startswith(_IMAGE)}
+    changes = changed_inputs(inputs, {**input_digests(experiment), **known})
     for variant in experiment.variants:
         digest = variant.agent.function
         if isinstance(digest, str) and not _is_intact(_function_file(store.folder, digest), digest):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from sandbox_exec.backends.base import (
@@ -30,7 +31,8 @@ from sandbox_exec.contracts import (
     TrialDispatch,
 )
 from sandbox_exec.errors import InvalidValue
-from sandbox_exec.sandbox.base import End, Launch, Listener, Stream
+from sandbox_exec.sandbox.base import Ceiling, End, Launch, Listener, Stream
+from sandbox_exec.store import begin_folder
 
 
 class ManualClock:
@@ -68,7 +70,7 @@ class FakeSandbox:
     def write(self, stream: Stream, data: bytes) -> None:
         self._heard().on_output(stream, memoryview(data))
 
-    def exceed(self, what: Literal["memory", "pids"]) -> None:
+    def exceed(self, what: Ceiling) -> None:
         self._heard().on_exceeded(what)
 
     def end(self, exit_code: int | None = 0, **fields: Any) -> None:
@@ -94,9 +96,13 @@ class FakeSandbox:
             network="host",
         )
 
+    keeper_pidfd = -1
+    steps_s: Mapping[str, float] = MappingProxyType({})
+
     def start(self, launch: Launch, listener: Listener) -> None:
         self.launch, self._listener = launch, listener
         self.asked.append("start")
+        listener.on_started()
 
     def terminate(self) -> None:
         self.asked.append("terminate")
@@ -216,6 +222,7 @@ class ScriptedBackend:
     def begin(self, ticket: WorkerTicket) -> None:
         self._ask("begin", ticket)
         dispatch = self._reserved.pop(ticket)
+        begin_folder(ticket.folder, dispatch.model_dump_json().encode())
         self._perform(ticket, self._script(dispatch), dispatch)
 
     def poll(self, timeout_s: float | None) -> list[WorkerEvent]:

@@ -139,7 +139,7 @@ def work_at(
     """Run, or continue, until it ends; the backend is closed then."""
     try:
         with open_run(folder, one, at) as store:
-            more = {"at": at} if at else {}
+            more: dict[str, Any] = {"at": at} if at else {}
             return Coordinator(store, one, backend, callbacks=callbacks, clock=clock, **more).run()
     finally:
         backend.close()

@@ -26,8 +26,8 @@ from sandbox_exec.contracts import (
 )
 from sandbox_exec.coordinator import resolve
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.sandbox.process import ProcessSandbox
-from sandbox_exec.sandbox.provider import Provider, chosen
+from sandbox_exec.sandbox.base import Sandbox
+from sandbox_exec.sandbox.provider import Provider, SlotPlaces, chosen
 from sandbox_exec.trial.executor import Executor
 
 AGENTS = """
@@ -133,8 +133,9 @@ class Bench:
         self.folder = self.folder.parent / f"attempt-{self._count}" if self._count > 1 else self.folder / "attempt-1"
         self.folder.mkdir()
         done: list[TrialCompletion] = []
-        self.started: list[ProcessSandbox] = []
-        executor = Executor(dispatch, self.folder, self._provider, self._clock, self.started.append, done.append)
+        self.started: list[Sandbox] = []
+        places = SlotPlaces(self._provider, 0)
+        executor = Executor(dispatch, self.folder, places, self._clock, self.started.append, done.append)
         executor.start()
         if meanwhile is not None:
             meanwhile(executor)
@@ -205,7 +206,9 @@ def test_what_an_agent_leaves_is_copied_and_what_is_not_is_listed(bench: Bench) 
     assert completion.status is Status.SUCCESS
     assert found.pop("out/below/file") == b"left"
     assert json.loads(found.pop("collected.json")) == {
-        "left_out": [["link", "neither a regular file nor a folder"]],
+        "files": 1,
+        "bytes": 4,
+        "left_out": [{"path": "link", "reason": "a symbolic link"}],
         "left_out_more": 0,
     }
     assert found == {}

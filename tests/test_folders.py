@@ -18,6 +18,7 @@ from sandbox_exec.contracts import Grade
 from sandbox_exec.errors import InvalidValue, StoreFull
 from sandbox_exec.store.folders import (
     attempt_folder,
+    begin_folder,
     digest_of,
     read_completion,
     read_file,
@@ -29,17 +30,21 @@ from sandbox_exec.store.folders import (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return attempt_folder(tmp_path, completion(0).trial_id, 1)
+    place = attempt_folder(tmp_path, completion(0).trial_id, 1)
+    place.mkdir(parents=True)
+    return place
 
 
 # Writing
 
 
 def test_an_attempts_folder_is_named_after_its_trial_and_number(tmp_path: Path) -> None:
-    made = attempt_folder(tmp_path, "careful.t1.0-5f", 2)
-    assert made == tmp_path / "trials" / "careful.t1.0-5f" / "attempt-2"
-    assert made.is_dir()
-    assert attempt_folder(tmp_path, "careful.t1.0-5f", 2) == made
+    place = attempt_folder(tmp_path, "careful.t1.0-5f", 2)
+    assert place == tmp_path / "trials" / "careful.t1.0-5f" / "attempt-2"
+    begin_folder(place, b"{}")
+    assert os.listdir(place) == ["dispatch.json"]
+    begin_folder(place, b"{ }")
+    assert (place / "dispatch.json").read_bytes() == b"{ }"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ def test_a_name_that_leads_elsewhere_makes_no_folder(tmp_path: Path, trial_id: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(
+def test_a_file_is_written_then_named_and_both_are_on_the_disk_in_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
@@ -68,7 +73,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
     write_atomic(folder / "completion.json", b"whole")
-    assert steps == ["file of 5", "name", "folder"]
+    assert steps == ["name", "file of 5"]
     assert (folder / "completion.json").read_bytes() == b"whole"
     assert os.listdir(folder) == ["completion.json"]
 
@@ -83,10 +88,9 @@ def test_a_file_is_replaced_as_a_whole(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "error"), [(errno.ENOSPC, StoreFull), (errno.EDQUOT, StoreFull), (errno.EIO, OSError)]
 )
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+def test_a_write_that_fails_leaves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, error: type[Exception]
 ) -> None:
-    write_atomic(folder / "x", b"old")
 
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -95,18 +99,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         patch.setattr(os, call, fail)
         with pytest.raises(error, match="no room left" if error is StoreFull else "Input/output"):
             write_atomic(folder / "x", b"new")
-    assert (folder / "x").read_bytes() == b"old"
-    assert os.listdir(folder) == ["x"]
+    assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize(("call", "due"), [("open", b"old"), ("fsync", b"old"), ("rename", b"old"), ("close", b"new")])
+@pytest.mark.parametrize(("call", "due"), [("open", b"old"), ("rename", b"old"), ("fsync", b"new")])
 def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new(
     folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, due: bytes
 ) -> None:
     write_atomic(folder / "x", b"old")
     pid = os.fork()
     if pid == 0:
-        # `os.close` is that of the folder: the file is closed by its object.
         monkeypatch.setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         write_atomic(folder / "x", b"new")
         os._exit(1)
@@ -122,7 +124,7 @@ def test_a_full_disk_while_a_folder_is_made_is_the_same_error(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "mkdir", fail)
     with pytest.raises(StoreFull):
-        attempt_folder(tmp_path, "a", 1)
+        begin_folder(attempt_folder(tmp_path, "a", 1), b"{}")
 
 
 # Completions

@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"clock", "units"},
     {"contracts"},
     {"guest"},
-    {"experiment"},
+    {"artifacts", "experiment"},
     {"containment"},
     {"sandbox"},
     {"trial"},
@@ -33,10 +33,11 @@ LAYERS: list[set[str]] = [
     {"backends"},
     {"control"},
     {"coordinator"},
+    {"images"},
     {"pool", "runs", "doctor", "preflight", "report", "viewer"},
     {ROOT},  # re-exports, for users; above it, a name is imported from where it lives
     {"display", "testing"},
-    {"cli_runs"},
+    {"cli_artifacts", "cli_images", "cli_runs"},
     {"cli"},
     {"__main__"},
 ]

@@ -18,6 +18,7 @@ import pytest
 from support import PATIENCE_S, Meeting, Script, meetings
 
 from sandbox_exec import AgentFailed, Blame, Command, InvalidValue, Limits, Pool, PoolClosed, Status
+from sandbox_exec.contracts import Rung
 from sandbox_exec.guest import context
 
 
@@ -48,7 +49,7 @@ def test_a_call_gives_its_value(pool: Pool) -> None:
     assert outcome.exit_code == 0
     assert outcome.kill is None
     assert outcome.isolation is not None
-    assert outcome.isolation.rung.namespaced
+    assert Rung(outcome.isolation.rung).namespaced
 
 
 def test_arguments_by_name_reach_the_function(pool: Pool) -> None:

@@ -355,7 +355,7 @@ def test_a_function_that_is_not_the_frozen_one_is_refused(tmp_path: Path, harm: 
         ),
         (
             {"variants": [{"id": "v", "agent": {"artifact": "a.tar.gz"}}]},
-            "variant 'v': agent.artifact is not built yet",
+            "variant 'v': agent.artifact: '.*/a.tar.gz' is not a frozen artifact that can be used: it is not gzip",
         ),
         ({"variants": [command("true", pass_env=["NO_SUCH_KEY"])]}, "variant 'shell': pass_env names NO_SUCH_KEY"),
     ],

@@ -80,14 +80,14 @@ class Adoption:
 
 class WorkerBackend(Protocol):
     def submit(self, dispatch: TrialDispatch, folder: Path) -> WorkerTicket:
-        """Reserve an idle worker for it; never more than `capacity()` at a time.
+        """Reserve an idle worker for it, which will make `folder`; never more than `capacity()` at a time.
 
         The worker hears of it in `begin`: in between, the coordinator records who will run what, so that after a
         crash it knows whom to look for. Raises SandboxUnavailable if no worker can be had.
         """
 
     def begin(self, ticket: WorkerTicket) -> None:
-        """Let the worker of a submitted attempt run what is in its folder."""
+        """Let the worker of a submitted attempt make its folder, keep the dispatch there, and run it."""
 
     def poll(self, timeout_s: float | None) -> list[WorkerEvent]:
         """Wait for what comes next; at most so long, for ever if None. `wake` ends it early."""

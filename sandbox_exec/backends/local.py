@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sandbox_exec.backends.base import (
     Adoption,
@@ -30,10 +28,13 @@ from sandbox_exec.containment.cgroups import sweep
 from sandbox_exec.contracts import ActiveTrial, Limits, TrialDispatch
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import entry, wire
+from sandbox_exec.sandbox import owners
+from sandbox_exec.sandbox.calls import Calls
 from sandbox_exec.sandbox.handles import socket_pair
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.store.folders import COMPLETION
+from sandbox_exec.store.folders import COMPLETION, DISPATCH
 
+MOST_AROUND_S = 60.0  # for what is before and after the agent: an engine under load, a large workspace
 HUNG_S = 15.0  # without a beat; on a machine under load a beat can be seconds late
 _START_S = 60.0  # for a host; it takes half a second, and what the user preloads
 _CLOSE_S = 10.0  # for workers and hosts to end: a kill takes milliseconds, and copying what was in /out some more
@@ -58,6 +59,7 @@ class _Worker:
     heard_s: float
     keeper: int = -1  # a handle on the keeper of its sandbox
     ticket: WorkerTicket | None = None
+    dispatch: TrialDispatch | None = None  # what it is to begin
     frozen: WorkerTicket | None = None
     reason: str = ""  # why we ended it
 
@@ -74,8 +76,9 @@ class _Adopted:
 class LocalBackend:
     """See `WorkerBackend`. Workers are started when they are first needed.
 
-    `limits`: what will be dispatched, so that the zygotes for their views are started once and shared. An adopted
-    attempt cannot be frozen, and `stop` kills its worker: it ends as lost, not as cancelled.
+    `limits`: what will be dispatched, so that the zygotes for their views are started once and shared. `docker`: that
+    containers may be: they do not end with their worker, and so are removed when one is found dead. An adopted attempt
+    cannot be frozen, and `stop` kills its worker: it ends as lost, not as cancelled.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class LocalBackend:
         workers: int,
         *,
         limits: Iterable[Limits] = (),
+        docker: bool = False,
         containment: str = "auto",
         preload: list[str] | None = None,
         hung_s: float = HUNG_S,
@@ -94,6 +98,7 @@ class LocalBackend:
             "containment": containment,
             "views": list(views),
             "preload": [entry.__name__, *(preload or [])],
+            "docker": docker,
         }
         self._clock = clock or MonotonicClock()
         self._loop = Loop()
@@ -106,6 +111,7 @@ class LocalBackend:
         for sock in (self._awake, self._wake):
             sock.setblocking(False)
         self._loop.add(self._awake.fileno(), self._on_wake)
+        self._calls = Calls(self._loop) if docker else None
 
     def capacity(self) -> int:
         return self._size
@@ -113,15 +119,19 @@ class LocalBackend:
     def submit(self, dispatch: TrialDispatch, folder: Path) -> WorkerTicket:
         worker = next((w for w in self._workers if w.ticket is None and not w.reason), None) or self._start_worker()
         ticket = WorkerTicket(dispatch.slot.schedule_idx, dispatch.trial_id, dispatch.attempt, worker.name, folder)
-        worker.ticket = ticket
+        worker.ticket, worker.dispatch = ticket, dispatch
         worker.heard_s = self._clock.now_s()
         return ticket
 
     def begin(self, ticket: WorkerTicket) -> None:
         worker = self._worker(ticket)
-        if worker is not None:  # else: it died in between, and is reported as lost
-            worker.heard_s = self._clock.now_s()
-            self._tell(worker, run=str(ticket.folder))
+        if worker is None or worker.dispatch is None:
+            return  # it died in between, and is reported as lost
+        worker.heard_s = self._clock.now_s()
+        request = wire.dict_file({"folder": str(ticket.folder)}, worker.dispatch.model_dump_json().encode())
+        worker.dispatch = None
+        self._tell(worker, "run", fds=(request,))
+        os.close(request)
 
     def poll(self, timeout_s: float | None) -> list[WorkerEvent]:
         if not self._events:
@@ -139,7 +149,7 @@ class LocalBackend:
             worker = self._worker(ticket)
             if worker is not None:
                 worker.frozen = None
-                self._tell(worker, freeze=True)
+                self._tell(worker, "freeze")
         until_s = self._clock.now_s() + timeout_s
         while (moving := {t for t in tickets if self._is_moving(t)}) and (left_s := until_s - self._clock.now_s()) > 0:
             self._loop.run_once(left_s)
@@ -148,12 +158,12 @@ class LocalBackend:
     def resume(self, ticket: WorkerTicket) -> None:
         worker = self._worker(ticket)
         if worker is not None:
-            self._tell(worker, thaw=True)
+            self._tell(worker, "thaw")
 
     def stop(self, ticket: WorkerTicket, reason: str) -> None:
         worker = self._worker(ticket)
         if worker is not None:
-            self._tell(worker, stop=reason)
+            self._tell(worker, "stop")
         for adopted in self._adopted:
             if adopted.ticket == ticket:
                 _kill(adopted.pidfd)
@@ -165,7 +175,7 @@ class LocalBackend:
     def close(self) -> None:
         for worker in self._workers:
             if worker.ticket is not None:
-                self._tell(worker, stop="closed")
+                self._tell(worker, "stop")
             self._close_channel(worker)  # which is the word to exit
         for adopted in self._adopted:
             _kill(adopted.pidfd)
@@ -179,6 +189,8 @@ class LocalBackend:
             host.control.close()
             _wait_for_process(host.process)
         self._hosts, self._workers, self._dying, self._adopted = [], [], [], []
+        if self._calls is not None:
+            self._calls.close()
         self._loop.close()
         self._awake.close()
         self._wake.close()
@@ -227,15 +239,15 @@ class LocalBackend:
             ours.close()
             raise
         ours.setblocking(False)
-        worker = _Worker(ours, pidfd, _name_of(int(words)), wire.Lines(ours), self._clock.now_s())
+        worker = _Worker(ours, pidfd, owners.name_of(int(words)), wire.Lines(ours), self._clock.now_s())
         self._workers.append(worker)
         self._loop.add(ours.fileno(), lambda: self._read(worker))
         self._loop.add(pidfd, lambda: self._gone(worker))
         return worker
 
-    def _tell(self, worker: _Worker, **message: Any) -> None:
+    def _tell(self, worker: _Worker, word: str, fds: tuple[int, ...] = ()) -> None:
         with contextlib.suppress(OSError):  # it is dying, or hangs: its pidfd or its silence will say so
-            worker.channel.send(json.dumps(message).encode() + b"\n")  # short: as a whole, or not at all
+            wire.send_line(worker.channel, word, fds=fds)  # short: as a whole, or not at all
 
     def _read(self, worker: _Worker) -> None:
         try:
@@ -281,6 +293,9 @@ class LocalBackend:
         if worker.keeper >= 0:
             self._dying.append(worker)
             self._loop.add(worker.keeper, lambda: self._sandbox_gone(worker))
+        elif self._calls is not None:
+            self._dying.append(worker)
+            self._calls.make(lambda: reap_owner(worker.name), lambda _, error: self._containers_gone(worker, error))
         elif worker.ticket is not None:
             self._events.append(_ended(worker.ticket, worker.reason))
 
@@ -291,6 +306,12 @@ class LocalBackend:
         sweep()
         if worker.ticket is not None:
             self._events.append(_ended(worker.ticket, worker.reason))
+
+    def _containers_gone(self, worker: _Worker, error: BaseException | None) -> None:
+        self._dying.remove(worker)
+        if worker.ticket is not None:
+            left = f"; its container may be left: {error}" if error is not None else ""
+            self._events.append(_ended(worker.ticket, f"{worker.reason or 'the worker died'}{left}"))
 
     def _close_channel(self, worker: _Worker) -> None:
         if worker.channel.fileno() >= 0:
@@ -331,7 +352,7 @@ class LocalBackend:
     def _adopt(self, trial: ActiveTrial) -> Adoption:
         if _has_completion(trial.folder):  # though its worker may live: it may have gone on to another
             return Adoption(trial, "finished")
-        pidfd = _find(trial.worker)
+        pidfd = owners.find(trial.worker)
         if pidfd is None:
             return Adoption(trial, "finished" if _has_completion(trial.folder) else "lost")
         ticket = WorkerTicket(trial.slot.schedule_idx, trial.trial_id, trial.attempt, trial.worker, trial.folder)
@@ -347,7 +368,11 @@ class LocalBackend:
         self._loop.remove(adopted.pidfd)
         os.close(adopted.pidfd)
         sweep()
-        self._events.append(_ended(adopted.ticket, ""))
+        if self._calls is None:
+            self._events.append(_ended(adopted.ticket, ""))
+        else:
+            owner = adopted.ticket.worker
+            self._calls.make(lambda: reap_owner(owner), lambda *_: self._events.append(_ended(adopted.ticket, "")))
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -378,31 +403,20 @@ def _has_completion(folder: Path) -> bool:
 def _longest_s(folder: Path) -> float | None:
     """How long the attempt of that folder can take; None: for ever, or nobody knows."""
     with contextlib.suppress(OSError, ValueError):
-        limits = TrialDispatch.model_validate_json((folder / "dispatch.json").read_bytes()).limits
-        return None if limits.timeout_s is None else limits.timeout_s + limits.grace_s
+        limits = TrialDispatch.model_validate_json((folder / DISPATCH).read_bytes()).limits
+        return None if limits.timeout_s is None else limits.timeout_s + limits.grace_s + MOST_AROUND_S
     return None
 
 
-def _name_of(pid: int) -> str:
-    """A pid is given again; with its birth, in ticks since a boot, it is not. Nobody sets ticks, as they do clocks."""
-    try:
-        born = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
-    except OSError:
-        born = "gone"
-    return f"{pid}-{born}-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
+def reap_owner(owner: str) -> None:
+    """Remove the containers and folders of a worker that has ended."""
+    from sandbox_exec.sandbox import engine, reaper  # the SDK takes half a second to load
 
-
-def _find(name: str) -> int | None:
-    """A handle on the worker of that name, if it lives."""
-    pid = name.partition("-")[0]
+    client = engine.connect()
     try:
-        pidfd = os.pidfd_open(int(pid))
-    except (ValueError, OSError):
-        return None
-    if _name_of(int(pid)) == name and not _wait_for([pidfd], 0):
-        return pidfd
-    os.close(pidfd)
-    return None
+        reaper.reap_owner(client, owner)
+    finally:
+        client.close()
 
 
 def _kill(pidfd: int) -> None:

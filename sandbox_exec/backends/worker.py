@@ -5,10 +5,11 @@ Theory of operation
   host          a small process that has loaded the package once, started the zygotes, one for each view, and forks
                 workers on request: a new one is there in milliseconds. When the coordinator is gone, it waits until
                 its workers are, clears away what they shared or left, and ends
-  worker        runs one attempt at a time with a sandbox of its own. From the coordinator come JSON lines: a folder
-                to run, freeze, thaw, stop. To it go lines of words (see `guest.wire`): started, with a handle on the
-                keeper; beat; frozen; finished. When the coordinator is gone the worker thaws its attempt, ends it as
-                usual, deadline included, leaves completion.json, and exits
+  worker        runs one attempt at a time with a sandbox of its own. Both sides send lines of words (`guest.wire`).
+                From the coordinator: run, with a file in memory that holds the attempt's folder and its dispatch;
+                freeze, thaw, stop. To it: started, with a handle on the keeper; beat; frozen; finished. When the
+                coordinator is gone the worker thaws its attempt, ends it as usual, deadline included, leaves
+                completion.json, and exits
   keeper        of the worker's sandbox: ends with the worker, whatever ends that
 
 Nothing here waits for the coordinator: one that does not read hears of things later, and of some beats never. All
@@ -18,7 +19,6 @@ are in sessions of their own, so that Ctrl-C is the coordinator's alone.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -26,7 +26,7 @@ import sys
 import tempfile
 from collections import deque
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sandbox_exec.clock import MonotonicClock
 from sandbox_exec.containment import View, build_view
@@ -35,11 +35,12 @@ from sandbox_exec.containment.ladder import UIDS_PER_PROCESS
 from sandbox_exec.contracts import TrialCompletion, TrialDispatch
 from sandbox_exec.errors import SandboxExecError, StoreFull
 from sandbox_exec.guest import wire
+from sandbox_exec.sandbox.base import Places, Sandbox
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.sandbox.process import ProcessSandbox, boot_zygote, scratch_base
-from sandbox_exec.sandbox.provider import Provider, chosen, take_uids
+from sandbox_exec.sandbox.process import boot_zygote, scratch_base
+from sandbox_exec.sandbox.provider import Provider, SlotPlaces, chosen, take_uids
 from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
-from sandbox_exec.store.folders import COMPLETION, write_atomic
+from sandbox_exec.store.folders import COMPLETION, begin_folder, write_atomic
 from sandbox_exec.trial.executor import Executor
 
 BEAT_S = 0.25  # how often a busy worker says that it is alive; the coordinator gives up after many of these
@@ -55,10 +56,11 @@ def host(control_fd: int) -> None:
         return
     settings, _ = first
     with contextlib.ExitStack() as stack:
+        base, zygotes = None, dict[View, Zygote]()
         try:
-            containment = chosen(settings["containment"])
-            base = stack.enter_context(scratch_base(containment))
-            zygotes: dict[View, Zygote] = {}
+            if settings["views"]:
+                containment = chosen(settings["containment"])
+                base = stack.enter_context(scratch_base(containment))
             for view in {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}:
                 zygotes[view] = boot_zygote(
                     containment,
@@ -95,6 +97,20 @@ def host(control_fd: int) -> None:
         os.close(lives)
         os.read(ended, 1)
     sweep()
+    if settings["docker"]:
+        _reap()
+
+
+def _reap() -> None:
+    """The containers of workers that were killed; what cannot be removed now, the next run removes."""
+    from sandbox_exec.sandbox import engine, reaper  # the SDK takes half a second to load
+
+    with contextlib.suppress(SandboxExecError, *engine.EngineErrors):
+        client = engine.connect()
+        try:
+            reaper.reap(client)
+        finally:
+            client.close()
 
 
 def _tell_of(control: socket.socket, pid: int) -> None:
@@ -129,9 +145,10 @@ class Worker:
         self._channel = channel
         self._loop = Loop()
         self._clock = MonotonicClock()
-        self._provider = Provider(self._loop, chosen(containment), 1, [], links)
+        self._containment, self._links = containment, links
+        self._places: dict[str, Places] = {}  # by kind, made when first wanted
         self._executor: Executor | None = None
-        self._heard = b""
+        self._lines = wire.Lines(channel)
         self._unsaid: deque[tuple[str, tuple[object, ...], tuple[int, ...]]] = deque()
         self._orphan = False  # the coordinator is gone
         self._beat_at_s = 0.0
@@ -142,7 +159,8 @@ class Worker:
         while self._executor is not None or not self._orphan:
             self._loop.run_once(self._wait_s())
             self._on_time()
-        self._provider.close()
+        for places in self._places.values():
+            places.close()
 
     # --- time ---
 
@@ -173,17 +191,15 @@ class Worker:
 
     def _read(self) -> None:
         try:
-            data = self._channel.recv(1 << 16)
+            alive = self._lines.read()
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            alive = False
+        while (line := self._lines.next()) is not None:
+            self._obey(*line)
+        if not alive:
             self._on_orphaned()
-            return
-        *lines, self._heard = (self._heard + data).split(b"\n")
-        for line in lines:
-            self._obey(json.loads(line))
 
     def _on_orphaned(self) -> None:
         self._orphan = True
@@ -192,29 +208,45 @@ class Worker:
         if self._executor is not None:
             self._executor.thaw()  # nobody is left to do it
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _obey(self, kind: str, words: str, fds: list[int]) -> None:
         executor = self._executor
-        match message:
-            case {"run": folder}:
-                self._start(Path(folder))
-            case {"freeze": label}:
+        match kind:
+            case "run":
+                self._start(*fds)
+            case "freeze":
                 if executor is not None:
                     executor.freeze()
-                self._say("frozen", label)
-            case {"thaw": _} if executor is not None:
+                self._say("frozen")
+            case "thaw" if executor is not None:
                 executor.thaw()
-            case {"stop": _} if executor is not None:
+            case "stop" if executor is not None:
                 executor.stop()
 
-    def _start(self, folder: Path) -> None:
-        dispatch = TrialDispatch.model_validate_json((folder / "dispatch.json").read_bytes())
+    def _start(self, request: int) -> None:
+        content, data = wire.read_dict_file(request)
+        os.close(request)
+        folder = Path(content["folder"])
+        begin_folder(folder, data)
+        dispatch = TrialDispatch.model_validate_json(data)
         self._beat_at_s = self._clock.now_s() + BEAT_S
-        self._executor = Executor(dispatch, folder, self._provider, self._clock, self._started, self._done)
+        places = self._places_for("process" if dispatch.container is None else "docker")
+        self._executor = Executor(dispatch, folder, places, self._clock, self._started, self._done)
         self._executor.start()
+
+    def _places_for(self, kind: str) -> Places:
+        if kind not in self._places:
+            if kind == "docker":
+                from sandbox_exec.sandbox.docker import DockerSandboxes  # the SDK takes half a second to load
+
+                self._places[kind] = DockerSandboxes(self._loop, next(iter(take_uids(1))))
+            else:
+                provider = Provider(self._loop, chosen(self._containment), 1, [], self._links)
+                self._places[kind] = SlotPlaces(provider, 0)
+        return self._places[kind]
 
     # --- what it hears ---
 
-    def _started(self, sandbox: ProcessSandbox) -> None:
+    def _started(self, sandbox: Sandbox) -> None:
         pidfd = sandbox.keeper_pidfd
         self._say("started", fds=(os.dup(pidfd),) if pidfd >= 0 else ())
 

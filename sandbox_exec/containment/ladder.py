@@ -59,8 +59,7 @@ class Containment:
             return os.geteuid()  # the only one that can be had
         if not self.rung.namespaced and not self._drops_uid:
             return os.geteuid()  # another could not reach the interpreter
-        uid = _UID_BASE + _OWNER % 4_000_000 * UIDS_PER_PROCESS + slot % UIDS_PER_PROCESS
-        return uid if _is_mapped(uid) else 65533
+        return nobodys_uid(slot)
 
     def agent_gid(self, slot: int) -> int:
         uid = self.agent_uid(slot)
@@ -88,6 +87,7 @@ class Containment:
             cpu=self._held("cpu", "none") if limits.cpus is not None else "none",
             freeze="cgroup-v2" if self.cgroups.freezer else "signals",
             filesystem="private" if private else "host",
+            disk="tmpfs" if private else "none",
             network=limits.network if private else "host",
             uid=uid,
             seccomp=kernel.SUPPORTED,
@@ -97,6 +97,12 @@ class Containment:
 
     def _held(self, controller: str, otherwise: str) -> str:
         return self.cgroups.version(controller) if controller in self.cgroups.homes else otherwise
+
+
+def nobodys_uid(slot: int) -> int:
+    """A uid that no account has, for the agents of a slot of this process."""
+    uid = _UID_BASE + _OWNER % 4_000_000 * UIDS_PER_PROCESS + slot % UIDS_PER_PROCESS
+    return uid if _is_mapped(uid) else 65533
 
 
 def _is_mapped(uid: int) -> bool:

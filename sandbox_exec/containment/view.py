@@ -31,6 +31,7 @@ class View:
     links: tuple[tuple[str, str], ...]
     hidden: tuple[str, ...]
     late: tuple[str, ...]
+    agent: str = ""  # the unpacked artifact, shown at /agent
 
     def for_guest(self, files: dict[str, str]) -> dict[str, Any]:
         """As marshal takes it. `files` are shown in place of the system's own."""
@@ -39,11 +40,12 @@ class View:
             "links": self.links,
             "hidden": self.hidden,
             "late": self.late,
+            "agent": self.agent,
             "files": files,
         }
 
 
-def build_view(readable: Iterable[Path], hidden: Iterable[Path]) -> View:
+def build_view(readable: Iterable[Path], hidden: Iterable[Path], agent: Path | None = None) -> View:
     """The view for this interpreter. Relative entries of sys.path are taken from the working directory of now."""
     wanted = [*SYSTEM, *python_paths(), *map(str, readable)]
     binds: dict[str, str] = {}
@@ -63,6 +65,7 @@ def build_view(readable: Iterable[Path], hidden: Iterable[Path]) -> View:
         links=tuple(links.items()),
         hidden=tuple(dict.fromkeys(name for path in hidden for name in _names_of(str(path), binds))),
         late=tuple(path for path in binds if _is_below(path, (*WRITABLE, *READ_ONLY))),
+        agent=os.path.realpath(agent) if agent is not None else "",
     )
 
 

@@ -1,5 +1,6 @@
 """The words of the design as types: frozen, without unknown fields, validated where data enters."""
 
+from sandbox_exec.contracts.artifact import ArtifactFile, Manifest
 from sandbox_exec.contracts.base import Bytes, Contract, Seconds
 from sandbox_exec.contracts.experiment import Design, Experiment, GradingSettings, SandboxSettings
 from sandbox_exec.contracts.limits import Limits, Require, Rung
@@ -16,6 +17,7 @@ from sandbox_exec.contracts.status import STATUS_TABLE, Blame, Judged, Retry, St
 from sandbox_exec.contracts.words import (
     ActiveTrial,
     AgentSpec,
+    ContainerSpec,
     Grade,
     Phase,
     Slot,
@@ -35,8 +37,10 @@ __all__ = [
     "ActiveTrial",
     "AgentError",
     "AgentSpec",
+    "ArtifactFile",
     "Blame",
     "Bytes",
+    "ContainerSpec",
     "Contract",
     "Design",
     "Dropped",
@@ -48,6 +52,7 @@ __all__ = [
     "KillReason",
     "KillReport",
     "Limits",
+    "Manifest",
     "Outcome",
     "Phase",
     "Require",

@@ -69,7 +69,16 @@ class SandboxSettings(Contract):
     pids: Count | None = Limits().pids
     cpus: Annotated[float, Field(strict=True, gt=0)] | None = Limits().cpus
     out_limit: Bytes = Field(default=64 * MIB, description="How much of /out is kept.")
-    network: Literal["none", "host"] = "none"
+    network: Annotated[str, Field(min_length=1)] = Field(
+        default="none", description="none or host; for docker also bridge, or a network of the engine's by name."
+    )
+    user: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="For docker: uid, uid:gid, or a user of the image's. None: an unprivileged one."
+    )
+    read_only: bool = Field(default=False, description="For docker: only /tmp, /workspace and /out can be written.")
+    runtime: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="For docker: a runtime of the engine's, such as runsc. None: its default."
+    )
     require: Require | None = None
     readable: tuple[Location, ...] = Field(default=(), description="As in Limits; relative to the experiment.")
     hidden: tuple[Location, ...] = Field(default=(), description="As in Limits; relative to the experiment.")
@@ -77,6 +86,16 @@ class SandboxSettings(Contract):
     def limits(self, task: Task, base: Path = Path()) -> Limits:
         """The limits of a trial of `task`, whose own timeout goes first. Relative paths start from `base`."""
         return self._limits(task.protocol.timeout_s or self.timeout_s, base)
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> Self:
+        if self.kind == "process":
+            if self.network not in ("none", "host"):
+                raise InvalidValue(f"network is {self.network!r}; the process sandbox has: 'none', 'host'")
+            others = [name for name in ("user", "read_only", "runtime") if getattr(self, name)]
+            if others:
+                raise InvalidValue(f"only for docker: {', '.join(others)}; remove them, or set kind: docker")
+        return self
 
     @model_validator(mode="after")
     def _gives_limits(self) -> Self:
@@ -93,7 +112,7 @@ class SandboxSettings(Contract):
             pids=self.pids,
             cpus=self.cpus,
             disk=max(Limits.model_fields["disk"].default, self.out_limit),  # or /out could not be that large
-            network=self.network,
+            network="host" if self.network == "host" else "none",
             require=self.require,
             readable=[_placed(path, base) for path in self.readable],
             hidden=[_placed(path, base) for path in self.hidden],

@@ -38,12 +38,13 @@ class KillReport(Contract):
 class Isolation(Contract):
     """What was in force around a trial."""
 
-    rung: Rung
-    memory: str = Field(description="cgroup-v2, cgroup-v1, watched, rlimit or none.")
-    pids: str = Field(description="cgroup-v2, cgroup-v1, watched, rlimit or none.")
-    cpu: str = Field(description="cgroup-v2, cgroup-v1 or none.")
-    freeze: str = Field(description="cgroup-v2, cgroup-v1, signals or none.")
+    rung: Rung | Literal["container"] = Field(description="Of the ladder; or a container of an engine's.")
+    memory: str = Field(description="cgroup-v2, cgroup-v1, watched, rlimit, engine or none.")
+    pids: str = Field(description="cgroup-v2, cgroup-v1, watched, rlimit, engine or none.")
+    cpu: str = Field(description="cgroup-v2, cgroup-v1, engine or none.")
+    freeze: str = Field(description="cgroup-v2, cgroup-v1, signals, engine or none.")
     filesystem: str = Field(description="private or host.")
+    disk: str = Field(default="tmpfs", description="tmpfs (a file system of that size), watched or none.")
     network: str = Field(description="none (an empty network namespace) or host.")
     uid: int | None = Field(default=None, description="The uid that the agent ran as, seen from the host.")
     seccomp: bool = Field(default=False, description="Whether a filter of system calls was in force.")

@@ -271,6 +271,19 @@ class Grade(Contract):
     details: Json = None
 
 
+class ContainerSpec(Contract):
+    """The container that a trial runs in, where it runs in one."""
+
+    image: str = Field(description="As the experiment names it.")
+    image_id: str | None = Field(default=None, description="What that was at the start of the run: sha256:...")
+    user: str | None = Field(
+        default=None, description="uid, uid:gid, or a name of the image's. None: an unprivileged one."
+    )
+    network: str = "none"
+    read_only: bool = Field(default=False, description="Whether only /tmp, /workspace and /out can be written.")
+    runtime: str | None = Field(default=None, description="Of the engine's, such as runsc. None: its default.")
+
+
 class _OfTrial(Contract):
     # What each message about a trial begins with.
     slot: Slot
@@ -294,7 +307,11 @@ class TrialDispatch(_OfTrial):
     limits: Limits
     base: Path = Field(description="The experiment's folder, which relative paths start from.")
     payload: Path | None = Field(default=None, description="The pickled function of an agent that is one.")
+    artifact: Path | None = Field(default=None, description="The unpacked files of an agent that is an artifact.")
+    entrypoint: str | None = Field(default=None, description="Which of them is run.")
     out_limit: Bytes = Field(default=64 * MIB, description="How much of /out is kept.")
+    run_id: str = ""
+    container: ContainerSpec | None = Field(default=None, description="None: the process sandbox.")
 
     @model_validator(mode="after")
     def _of_its_slot(self) -> Self:
@@ -320,6 +337,8 @@ class TrialCompletion(_OfTrial, Judged):
     usage: Usage | None = Field(default=None, description="None: the agent was never started, or its worker is lost.")
     kill: KillReport | None = None
     isolation: Isolation | None = None
+    image_id: str | None = Field(default=None, description="Of the image that it ran in.")
+    steps_s: Mapping[str, float] = Field(default_factory=dict, description="How long each step took, in seconds.")
 
 
 class ActiveTrial(_OfTrial):

@@ -90,7 +90,7 @@ class _Keeper:
             k.set_hostname("sandbox")
             if slot["network"] == "none":
                 view.make_network()
-            scratch = view.add_slot_mounts(slot["disk"], slot["files"], uid, gid, boot["view"]["late"])
+            scratch = view.add_slot_mounts(slot["disk"], slot["files"], uid, gid, boot["view"])
             os.chdir("/workspace")
         else:
             os.mkdir(slot["scratch"], 0o755)

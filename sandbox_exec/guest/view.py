@@ -19,7 +19,8 @@ SCRATCH = "/.scratch"
 TRACE = "/run/trace"
 # The writable places of a trial: where the agent sees them, and their names in the scratch folder.
 WRITABLE = {"/tmp": "tmp", "/workspace": "workspace", "/out": "out", "/dev/shm": "shm"}
-READ_ONLY = {"/in": "in", "/agent": "agent"}
+AGENT = "/agent"
+READ_ONLY = {"/in": "in", AGENT: "agent"}
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _DEVICE_LINKS = {
     "fd": "/proc/self/fd",
@@ -65,6 +66,8 @@ def enter(view: dict[str, Any]) -> None:
         os.symlink(target, path)
     for source, target in view["binds"]:
         _bind(OLD + source, target)
+    if view["agent"]:
+        _bind(OLD + view["agent"], AGENT)
     for path, text in view["files"].items():
         _cover(path, text)
     for path in view["hidden"]:
@@ -107,7 +110,7 @@ def _touch(path: str) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
 
-def add_slot_mounts(size: int, inodes: int, uid: int, gid: int, late: list[str]) -> int:
+def add_slot_mounts(size: int, inodes: int, uid: int, gid: int, view: dict[str, Any]) -> int:
     """In the keeper's own copy: /proc of its pid namespace, terminals, and all that its agents can write.
 
     That is one tmpfs with a size and a number of files, so that both limits hold whatever an agent does.
@@ -117,10 +120,12 @@ def add_slot_mounts(size: int, inodes: int, uid: int, gid: int, late: list[str])
     k.mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=755,size={size},nr_inodes={inodes}")
     fill_scratch(SCRATCH, uid, gid)
     scratch = os.open(SCRATCH, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    kept = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in late}
+    kept = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in view["late"]}
     for target, name in WRITABLE.items():
         k.mount(f"{SCRATCH}/{name}", target, flags=k.MS_BIND)
     for target, name in READ_ONLY.items():
+        if target == AGENT and view["agent"]:
+            continue  # the artifact is there
         k.mount(f"{SCRATCH}/{name}", target, flags=k.MS_BIND)
         k.set_mount_flags(target, k.MOUNT_ATTR_RDONLY, recursive=False)
     k.mount(f"{SCRATCH}/trace", TRACE, flags=k.MS_BIND)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from sandbox_exec.contracts import Isolation, Limits
+from sandbox_exec.contracts import ContainerSpec, Isolation, Limits
 
 Stream = Literal["stdout", "stderr", "trace", "result"]
+Ceiling = Literal["memory", "pids", "disk"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr", "trace", "result")
 
 
@@ -24,6 +26,9 @@ class Launch:
     trusted_results: bool = False
     staged: dict[str, bytes] = field(default_factory=dict)  # "in/task.json" -> its bytes
     workspace: Path | None = None  # what the working directory is filled from
+    agent: Path | None = None  # the unpacked artifact, shown read-only at SANDBOX_EXEC_AGENT
+    container: ContainerSpec | None = None
+    labels: dict[str, str] = field(default_factory=dict)  # by which its container is known: run, trial, attempt
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,10 @@ class Listener(Protocol):
     def on_output(self, stream: Stream, data: memoryview) -> None:
         """`data` is only good during the call."""
 
-    def on_exceeded(self, what: Literal["memory", "pids"]) -> None: ...
+    def on_started(self) -> None:
+        """The agent begins: its time runs from here. Not called if it could not be started."""
+
+    def on_exceeded(self, what: Ceiling) -> None: ...
 
     def on_ended(self, end: End) -> None:
         """Called once, after the last output, when no process is left."""
@@ -60,6 +68,14 @@ class Sandbox(Protocol):
 
     @property
     def isolation(self) -> Isolation: ...
+
+    @property
+    def keeper_pidfd(self) -> int:
+        """A handle on the process with whose end nothing is left in it; -1 where there is none."""
+
+    @property
+    def steps_s(self) -> Mapping[str, float]:
+        """How long each step of making it and taking it away took, where that is worth telling."""
 
     def start(self, launch: Launch, listener: Listener) -> None:
         """Run it; the listener hears the rest."""
@@ -92,3 +108,16 @@ class Sandbox(Protocol):
 
     def close(self) -> None:
         """Release it; what still runs in it is killed."""
+
+
+class Places(Protocol):
+    """Where a worker's sandboxes come from, one at a time. All calls come from the thread of its loop."""
+
+    def acquire(self, launch: Launch, on_ready: Callable[[Sandbox], None], on_failure: Callable[[End], None]) -> None:
+        """Tell of a sandbox in which `launch` can be started, or with an `End` why there is none."""
+
+    def release(self, sandbox: Sandbox, then: Callable[[], None]) -> None:
+        """It has ended, and nobody needs what it left; tell when it is away, or can be lent again."""
+
+    def close(self) -> None:
+        """Take all away."""

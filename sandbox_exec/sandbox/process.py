@@ -13,15 +13,14 @@ import functools
 import os
 import pickle
 import resource
-import shutil
 import signal
-import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from types import MappingProxyType
+from typing import Any, cast
 
 import psutil
 
@@ -30,9 +29,10 @@ from sandbox_exec.containment.view import account_files
 from sandbox_exec.contracts import Isolation, Limits, Rung
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import keeper, wire
-from sandbox_exec.guest.view import PIPES, remove_scratch
-from sandbox_exec.sandbox.base import End, Launch, Listener, Stream
+from sandbox_exec.guest.view import AGENT, PIPES, remove_scratch
+from sandbox_exec.sandbox.base import Ceiling, End, Launch, Listener, Stream
 from sandbox_exec.sandbox.loop import Loop
+from sandbox_exec.sandbox.scratch import fill_workspace, is_full, open_folder, read_file, stage
 from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
 
 _DRAIN = 64  # reads of a pipe after the end; more than it holds, unless a survivor still writes
@@ -54,9 +54,10 @@ class Shape:
     network: str
     memory: int | None  # watched by the keeper, where no cgroup does
     pids: int | None
+    agent: Path | None = None  # the unpacked artifact
 
     @classmethod
-    def of(cls, limits: Limits, cgroups: Cgroups) -> Shape:
+    def of(cls, limits: Limits, cgroups: Cgroups, agent: Path | None = None) -> Shape:
         return cls(
             timeout_s=limits.timeout_s,
             disk=limits.disk,
@@ -64,6 +65,7 @@ class Shape:
             network=limits.network,
             memory=None if "memory" in cgroups.homes else limits.memory,
             pids=None if "pids" in cgroups.homes else limits.pids,
+            agent=agent,
         )
 
 
@@ -116,6 +118,8 @@ def places(base: str) -> dict[str, str]:
 class ProcessSandbox:
     """See `Sandbox`. `on_ready` is called once its keeper is there, `on_gone` when it is no more."""
 
+    steps_s: Mapping[str, float] = MappingProxyType({})
+
     def __init__(
         self,
         loop: Loop,
@@ -158,7 +162,7 @@ class ProcessSandbox:
             "files": shape.files,
             "watched": watched if any(value is not None for value in watched.values()) else None,
             "scratch": str(scratch) if scratch else None,
-            "env": _places_and_deadline(scratch, shape.timeout_s),
+            "env": _places_and_deadline(scratch, shape),
         }
         try:
             self._channel = zygote.fork_keeper(request, fds)
@@ -193,9 +197,10 @@ class ProcessSandbox:
         self._peak, self._paused, self._killing = 0, False, False
         try:
             for path, data in launch.staged.items():
-                self._stage(path, data)
+                stage(self._scratch, path, data)
             if launch.workspace is not None:
-                self._fill_workspace(launch.workspace)
+                fill_workspace(self._scratch, launch.workspace, self._uid, self._gid)
+            self.spent = self.spent or bool(launch.staged) or launch.workspace is not None
         except OSError as error:  # such as an input that is larger than the trial's disk
             self._refuse(setup=f"the sandbox cannot be filled: {error}")
             return
@@ -209,13 +214,22 @@ class ProcessSandbox:
             self._events = self._cgroup.events.fileno()
             if self._cgroup.is_silent:
                 self._loop.add_look(self._read_events)
-        request = _request_file(launch)
+        request = _request_file(launch, self._argv(launch))
         try:
             wire.send_bytes(self._channel, keeper.START, (request, *joins))
         except OSError as error:  # the keeper is dying: its end is on its way to us
             self._fault = f"the keeper does not answer: {error}"
         finally:
             os.close(request)
+        listener.on_started()
+
+    def _argv(self, launch: Launch) -> tuple[str, ...]:
+        """Where nothing can be mounted, the artifact is not at /agent but where it was unpacked."""
+        if launch.agent is None or self._containment.rung.namespaced:
+            return launch.argv
+        program, *rest = launch.argv
+        below = program.removeprefix(f"{AGENT}/")
+        return (program if below == program else str(launch.agent / below), *rest)
 
     def _refuse(self, *, setup: str = "", fault: str = "") -> None:
         """Nothing has been started, and nothing will be in this sandbox."""
@@ -256,31 +270,10 @@ class ProcessSandbox:
             self._tell(keeper.THAW)
 
     def open_folder(self, name: str) -> int:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, dir_fd=self._scratch)
+        return open_folder(self._scratch, name)
 
     def read_file(self, path: str, limit: int) -> bytes | None:
-        folder, name = path.split("/")
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        parent = os.open(folder, flags | os.O_DIRECTORY, dir_fd=self._scratch)
-        try:
-            fd = os.open(name, flags | os.O_NONBLOCK, dir_fd=parent)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise ValueError(f"{name} cannot be read: {error.strerror}") from None
-        finally:
-            os.close(parent)
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise ValueError(f"{name} is not a regular file")
-            if info.st_size > limit:
-                raise ValueError(f"{name} has {info.st_size} bytes; {limit} are allowed")
-            with open(fd, "rb", closefd=False) as file:
-                return file.read(limit)
-        finally:
-            os.close(fd)
+        return read_file(self._scratch, path, limit)
 
     def close(self) -> None:
         """Closing the channel is the word: the keeper kills all and ends. `on_gone` follows."""
@@ -329,7 +322,7 @@ class ProcessSandbox:
                 what, peak = words.split()
                 self._peak = max(self._peak, int(peak))
                 if self._listener:
-                    self._listener.on_exceeded(cast(Literal["memory", "pids"], what))
+                    self._listener.on_exceeded(cast(Ceiling, what))
             case "usage":
                 cpu_s, peak = words.split()
                 self._cpu_s, self._peak = float(cpu_s), max(self._peak, int(peak))
@@ -376,7 +369,7 @@ class ProcessSandbox:
         assert self._cgroup is not None
         what = self._cgroup.exceeded()
         if what and self._listener:
-            self._listener.on_exceeded(cast(Literal["memory", "pids"], what))
+            self._listener.on_exceeded(cast(Ceiling, what))
 
     def _on_ended(self, words: str) -> None:
         status, left, spent, cpu_s, peak, swept, sweep_s, *rest = words.split(" ", 7)
@@ -416,10 +409,7 @@ class ProcessSandbox:
         return peak if peak is not None else self._peak or None
 
     def _is_full(self) -> bool:
-        if not self._containment.rung.namespaced:
-            return False
-        room = os.fstatvfs(self._scratch)
-        return room.f_bfree == 0 or room.f_ffree == 0
+        return self._containment.rung.namespaced and is_full(self._scratch)
 
     def _finish(self, end: End) -> None:
         listener, self._listener = self._listener, None
@@ -491,40 +481,23 @@ class ProcessSandbox:
             return len(psutil.wait_procs(orphans, timeout=1)[1])
         return 0
 
-    def _stage(self, path: str, data: bytes) -> None:
-        folder, name = path.split("/")
-        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._scratch)
-        try:
-            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=parent)
-            with open(fd, "wb") as file:
-                file.write(data)
-        finally:
-            os.close(parent)
-        self.spent = True
 
-    def _fill_workspace(self, source: Path) -> None:
-        """Copy a folder in, before the agent is there; its files become the agent's."""
-        target = f"/proc/self/fd/{self._scratch}/workspace"
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-        if self._uid != os.geteuid():
-            for folder, folders, files in os.walk(target):
-                for name in (*folders, *files):
-                    os.chown(os.path.join(folder, name), self._uid, self._gid, follow_symlinks=False)
-        self.spent = True
-
-
-def _places_and_deadline(scratch: Path | None, timeout_s: float | None) -> dict[str, str]:
+def _places_and_deadline(scratch: Path | None, shape: Shape) -> dict[str, str]:
     """What of the environment is the same for all trials of a slot. Nothing of one trial's own is in it."""
     env = places(str(scratch)) if scratch else {}
-    return env | {"SANDBOX_EXEC_DEADLINE_S": f"{timeout_s:g}"} if timeout_s is not None else env
+    if scratch and shape.agent is not None:
+        env["SANDBOX_EXEC_AGENT"] = str(shape.agent)
+    if shape.timeout_s is not None:
+        env["SANDBOX_EXEC_DEADLINE_S"] = f"{shape.timeout_s:g}"
+    return env
 
 
-def _request_file(launch: Launch) -> int:
+def _request_file(launch: Launch, argv: tuple[str, ...]) -> int:
     """The request as a file in memory: only the agent's process reads it."""
     limits = launch.limits
     rlimits = [(kind, getattr(limits, name)) for name, kind in _RLIMITS.items() if getattr(limits, name) is not None]
     request = {
-        "argv": launch.argv,
+        "argv": argv,
         "env": launch.env,
         "rlimits": rlimits,
         "seed": launch.seed,
@@ -544,7 +517,8 @@ class _Probe:
         if stream == "result":
             self.answer += bytes(data)
 
-    def on_exceeded(self, what: Literal["memory", "pids"]) -> None: ...
+    def on_started(self) -> None: ...
+    def on_exceeded(self, what: Ceiling) -> None: ...
 
     def on_ended(self, end: End) -> None:
         self.end = end

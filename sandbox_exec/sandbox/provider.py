@@ -16,6 +16,7 @@ from sandbox_exec.containment import Containment, PoolCgroups, SlotCgroup, View,
 from sandbox_exec.containment.ladder import UIDS_PER_PROCESS
 from sandbox_exec.contracts import Limits, Rung
 from sandbox_exec.errors import SandboxExecError, SandboxUnavailable
+from sandbox_exec.sandbox.base import End, Launch, Sandbox
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.process import ProcessSandbox, Shape, boot_zygote, probe, scratch_base
 from sandbox_exec.sandbox.zygote import ZygoteLink
@@ -44,6 +45,25 @@ def take_uids(count: int) -> range:
     global _uids_taken
     first, _uids_taken = _uids_taken, (_uids_taken + count) % UIDS_PER_PROCESS
     return range(first, first + count)
+
+
+class SlotPlaces:
+    """One slot of a provider, as `Places`: lent again while it is clean."""
+
+    def __init__(self, provider: Provider, slot: int) -> None:
+        self._provider, self._slot = provider, slot
+
+    def acquire(self, launch: Launch, on_ready: Callable[[Sandbox], None], on_failure: Callable[[End], None]) -> None:
+        def failed(reason: str) -> None:
+            on_failure(End(fault=reason))
+
+        self._provider.acquire(self._slot, launch.limits, on_ready, failed, agent=launch.agent)
+
+    def release(self, sandbox: Sandbox, then: Callable[[], None]) -> None:
+        then()
+
+    def close(self) -> None:
+        self._provider.close()
 
 
 class Provider:
@@ -78,14 +98,22 @@ class Provider:
         for view, link in links:
             self._watch(view, link)
 
-    def acquire(self, slot: int, limits: Limits, on_ready: OnReady, on_failure: OnFailure, tries: int = _TRIES) -> None:
-        """Call back with a sandbox for these limits: at once if the slot's last one will do."""
+    def acquire(
+        self,
+        slot: int,
+        limits: Limits,
+        on_ready: OnReady,
+        on_failure: OnFailure,
+        tries: int = _TRIES,
+        agent: Path | None = None,
+    ) -> None:
+        """Call back with a sandbox for these limits and this artifact: at once if the slot's last one will do."""
         try:
-            view = self._view(limits)
+            view = self._view(limits, agent)
         except (OSError, SandboxExecError, Warning) as error:  # a path, or a warning that its caller made an error
             on_failure(str(error))
             return
-        shape = Shape.of(limits, self.containment.cgroups)
+        shape = Shape.of(limits, self.containment.cgroups, agent)
         sandbox = self._sandboxes.get(slot)
         if sandbox is not None:
             fits = sandbox.shape == shape and self._made_in[sandbox] == (view, self._generation)
@@ -98,7 +126,7 @@ class Provider:
             never_ready = self._sandboxes.get(slot) is sandbox and not sandbox.was_ready
             self._forget(slot, sandbox)
             if never_ready:
-                self._again(slot, limits, on_ready, on_failure, tries, sandbox.failure or "the zygote ended")
+                self._again(slot, limits, on_ready, on_failure, tries, agent, sandbox.failure or "the zygote ended")
 
         try:
             zygote = self._zygote(view)
@@ -116,18 +144,25 @@ class Provider:
             )
         except (OSError, SandboxUnavailable) as error:
             self._drop_zygote(view)
-            self._again(slot, limits, on_ready, on_failure, tries, str(error))
+            self._again(slot, limits, on_ready, on_failure, tries, agent, str(error))
             return
         self._sandboxes[slot] = sandbox
         self._made_in[sandbox] = (view, self._generation)
 
     def _again(
-        self, slot: int, limits: Limits, on_ready: OnReady, on_failure: OnFailure, tries: int, reason: str
+        self,
+        slot: int,
+        limits: Limits,
+        on_ready: OnReady,
+        on_failure: OnFailure,
+        tries: int,
+        agent: Path | None,
+        reason: str,
     ) -> None:
         if tries <= 1:
             on_failure(reason)
         else:
-            self.acquire(slot, limits, on_ready, on_failure, tries - 1)
+            self.acquire(slot, limits, on_ready, on_failure, tries - 1, agent)
 
     def preload(self, module: str) -> None:
         """Load a module into the zygotes, for all sandboxes from now on."""
@@ -165,10 +200,12 @@ class Provider:
 
     # --- parts ---
 
-    def _view(self, limits: Limits) -> View:
-        key = (limits.readable, limits.hidden)
+    def _view(self, limits: Limits, agent: Path | None) -> View:
+        # On the rungs without mounts it is seen where it is.
+        shown = agent if agent is not None and self.containment.rung.namespaced else None
+        key = (limits.readable, limits.hidden, shown)
         if key not in self._views:
-            self._views[key] = build_view(limits.readable, limits.hidden)
+            self._views[key] = build_view(limits.readable, limits.hidden, shown)
         return self._views[key]
 
     def _zygote(self, view: View) -> ZygoteLink:

@@ -17,6 +17,7 @@ from sandbox_exec.store.db import (
 from sandbox_exec.store.folders import (
     Found,
     attempt_folder,
+    begin_folder,
     digest_of,
     read_completion,
     read_file,
@@ -41,6 +42,7 @@ __all__ = [
     "Run",
     "RunStore",
     "attempt_folder",
+    "begin_folder",
     "digest_of",
     "history",
     "holder",

@@ -1,8 +1,8 @@
 """The folder of an attempt: `trials/<trial_id>/attempt-N` below the run's.
 
-The worker writes it, and `completion.json` last. What was copied out of a sandbox (`result.json`, `grade.json`) is
-hostile: it is opened without following a link or waiting on a pipe, must be a regular file, and is read up to a
-limit. Reading never raises for what stands there: it answers with a reason.
+The worker makes and writes it, `dispatch.json` first and `completion.json` last. What was copied out of a sandbox
+(`result.json`, `grade.json`) is hostile: it is opened without following a link or waiting on a pipe, must be a regular
+file, and is read up to a limit. Reading never raises for what stands there: it answers with a reason.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sandbox_exec.trial.trace import parse_json
 from sandbox_exec.units import MIB
 
 TRIALS: Final = "trials"
+DISPATCH: Final = "dispatch.json"
 COMPLETION: Final = "completion.json"
 RESULT: Final = "result.json"
 GRADE: Final = "grade.json"
@@ -43,22 +44,27 @@ class Found(NamedTuple, Generic[T]):
 
 
 def attempt_folder(run: Path, trial_id: str, attempt: int) -> Path:
-    """Return the folder of an attempt, made if it is not there.
+    """Return where the folder of an attempt is, or will be."""
+    if trial_id in {"", ".", ".."} or "/" in trial_id or attempt < 1:
+        raise InvalidValue(f"trial {trial_id!r}, attempt {attempt}: not a folder's name and a number from 1")
+    return run / TRIALS / trial_id / f"attempt-{attempt}"
+
+
+def begin_folder(folder: Path, dispatch: bytes) -> None:
+    """Make the folder of an attempt, with what it was dispatched with.
 
     Not synced: an attempt whose folder a power cut took is a lost one, and runs again.
     """
-    if trial_id in {"", ".", ".."} or "/" in trial_id or attempt < 1:
-        raise InvalidValue(f"trial {trial_id!r}, attempt {attempt}: not a folder's name and a number from 1")
-    folder = run / TRIALS / trial_id / f"attempt-{attempt}"
-    with one_error(run):
+    with one_error(folder.parent.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    return folder
+        (folder / DISPATCH).write_bytes(dispatch)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or not at all, whatever happens, and stays once this has returned.
+    """Write a file that is there as a whole or not at all, whatever kills us, and stays once this has returned.
 
-    A writer that is killed can leave a hidden file beside it, which nothing reads.
+    A writer that is killed can leave a hidden file beside it, which nothing reads. A power cut before this returns
+    can leave a torn one: nobody has been told of it yet.
     """
     temporary = path.parent / f".{path.name}.{threading.get_native_id()}.tmp"
     with one_error(path.parent):
@@ -67,12 +73,13 @@ def write_atomic(path: Path, data: bytes) -> None:
             with open(os.open(temporary, flags, 0o644), "wb") as file:
                 file.write(data)
                 file.flush()
+                temporary.rename(path)
+                # After the renaming: a journal that has the new file has its name, and one wait is enough for both.
                 os.fsync(file.fileno())
-            temporary.rename(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # it may be whole, or an older one, but nobody knows that it stays
             raise
-        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -19,10 +19,8 @@ from sandbox_exec.clock import Clock
 from sandbox_exec.contracts import AgentError, Outcome, Phase, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.errors import NO_ROOM, InvalidValue, StoreFull
 from sandbox_exec.guest import entry
-from sandbox_exec.sandbox.base import Launch, Sandbox
-from sandbox_exec.sandbox.process import ProcessSandbox
-from sandbox_exec.sandbox.provider import Provider
-from sandbox_exec.trial.collect import Collected, collect
+from sandbox_exec.sandbox.base import End, Launch, Places, Sandbox
+from sandbox_exec.trial.collect import Collected, CollectLimits, collect
 from sandbox_exec.trial.recorder import Recorder
 from sandbox_exec.trial.supervisor import Supervisor
 
@@ -47,18 +45,20 @@ class Executor:
         self,
         dispatch: TrialDispatch,
         folder: Path,
-        provider: Provider,
+        places: Places,
         clock: Clock,
-        on_started: Callable[[ProcessSandbox], None],
+        on_started: Callable[[Sandbox], None],
         on_done: Callable[[TrialCompletion], None],
     ) -> None:
         self.dispatch, self.folder = dispatch, folder
         self.phase = Phase.STAGE
         self.recorder = Recorder(folder, dispatch.limits)
-        self.sandbox: ProcessSandbox | None = None
+        self.sandbox: Sandbox | None = None
         self._supervisor: Supervisor | None = None
         self._stopped = self._frozen = False
-        self._provider, self._clock = provider, clock
+        self._places, self._clock = places, clock
+        self._laps_s: dict[str, float] = {}
+        self._lap_from_s = clock.now_s()
         self._on_started, self._on_done = on_started, on_done
 
     def start(self) -> None:
@@ -67,12 +67,7 @@ class Executor:
         except (OSError, InvalidValue) as error:
             self._fail(Status.SETUP_FAILED, "SetupFailed", str(error))
             return
-        self._provider.acquire(
-            0,
-            self.dispatch.limits,
-            self._begin,
-            lambda reason: self._fail(Status.ENVIRONMENT_ERROR, "SandboxUnavailable", reason),
-        )
+        self._places.acquire(self._launch, self._begin, self._refused)
 
     @property
     def due_s(self) -> float | None:
@@ -101,7 +96,14 @@ class Executor:
 
     # --- the phases ---
 
-    def _begin(self, sandbox: ProcessSandbox) -> None:
+    def _refused(self, end: End) -> None:
+        if end.setup:
+            self._fail(Status.SETUP_FAILED, "SetupFailed", end.setup)
+        else:
+            self._fail(Status.ENVIRONMENT_ERROR, "SandboxUnavailable", end.fault)
+
+    def _begin(self, sandbox: Sandbox) -> None:
+        self._lap("stage")
         self.phase, self.sandbox = Phase.AGENT, sandbox
         self._on_started(sandbox)
         self._supervisor = Supervisor(
@@ -117,6 +119,7 @@ class Executor:
             self._supervisor.stop("cancelled")
 
     def _ended(self, sandbox: Sandbox, outcome: Outcome) -> None:
+        self._lap("agent")
         self.phase = Phase.COLLECT
         status, error, result = outcome.status, _error_of(outcome), None
         try:
@@ -153,23 +156,43 @@ class Executor:
             found = Collected(left_out=[("out", error.strerror or str(error))])
         else:
             try:
-                found = collect(fd, self.folder / "out", self.dispatch.out_limit, frozenset(("result.json",)))
+                limits = CollectLimits(self.dispatch.out_limit)
+                found = collect(fd, self.folder / "out", limits, frozenset(("result.json",)))
             finally:
                 os.close(fd)
         if found.left_out:
-            report = {"left_out": found.left_out, "left_out_more": found.left_out_more}
-            (self.folder / "collected.json").write_text(json.dumps(report, indent=1))
+            (self.folder / "collected.json").write_text(json.dumps(found.report(), indent=1))
 
     def _fail(self, status: Status, kind: str, message: str) -> None:
         self._complete(status=status, phase=self.phase, error=AgentError(type=kind, message=message))
 
     def _complete(self, **fields: Any) -> None:
+        self._lap("collect")
         self.recorder.close()
         self.phase = Phase.TEARDOWN
-        dispatch = self.dispatch
-        self._on_done(
-            TrialCompletion(slot=dispatch.slot, trial_id=dispatch.trial_id, attempt=dispatch.attempt, **fields)
-        )
+        dispatch, sandbox = self.dispatch, self.sandbox
+
+        def done() -> None:
+            self._lap("teardown")
+            self._on_done(
+                TrialCompletion(
+                    slot=dispatch.slot,
+                    trial_id=dispatch.trial_id,
+                    attempt=dispatch.attempt,
+                    image_id=dispatch.container.image_id if dispatch.container else None,
+                    steps_s={**self._laps_s, **(sandbox.steps_s if sandbox else {})},
+                    **fields,
+                )
+            )
+
+        if sandbox is None:
+            done()
+        else:
+            self._places.release(sandbox, done)
+
+    def _lap(self, name: str) -> None:
+        now_s = self._clock.now_s()
+        self._laps_s[name], self._lap_from_s = round(now_s - self._lap_from_s, 4), now_s
 
 
 def _error_of(outcome: Outcome) -> AgentError | None:
@@ -214,17 +237,23 @@ def build_launch(dispatch: TrialDispatch, environ: Mapping[str, str]) -> Launch:
         "env": {**variant.env, **{name: environ[name] for name in variant.pass_env}},
         "seed": dispatch.seed,
         "workspace": dispatch.base / workspace if workspace is not None else None,
+        "container": dispatch.container,
+        "labels": {"run": dispatch.run_id, "trial": dispatch.trial_id, "attempt": str(dispatch.attempt)},
     }
     if agent.command is not None:
         staged = {"in/task.json": json.dumps(task).encode()}
         return Launch(argv=agent.command, staged=staged, **common)
+    if dispatch.artifact is not None:
+        staged = {"in/task.json": json.dumps(task).encode()}
+        argv = (f"/agent/{dispatch.entrypoint}",)
+        return Launch(argv=argv, agent=dispatch.artifact, staged=staged, **common)
     if agent.python is not None:
         module, _, function = agent.python.partition(":")
         call: tuple[Any, ...] = (entry.call, (str(dispatch.base), module, function, task), {})
         return Launch(payload=pickle.dumps(call), **common)
     if dispatch.payload is not None:
         return Launch(payload=_with_argument(dispatch.payload.read_bytes(), task), **common)
-    raise InvalidValue("this agent is neither a command nor a function; artifacts come with the Docker sandbox")
+    raise InvalidValue("this agent is no command, and its function or artifact is not in the dispatch")
 
 
 def _with_argument(function: bytes, task: dict[str, Any]) -> bytes:

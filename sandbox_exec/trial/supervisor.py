@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from sandbox_exec.clock import Clock
 from sandbox_exec.contracts import AgentError, Dropped, KillReason, KillReport, Outcome, Status, Usage
-from sandbox_exec.sandbox.base import End, Launch, Sandbox, Stream
+from sandbox_exec.sandbox.base import Ceiling, End, Launch, Sandbox, Stream
 from sandbox_exec.trial.trace import Tail, TooDeep, TraceReader, parse_json, parse_object
 
 KILL_PATIENCE_S = 2.0  # a keeper answers in milliseconds; under a fork bomb, in some tens of them
@@ -68,9 +68,6 @@ class Supervisor:
         self._started_s = clock.now_s()
         self.due_s: float | None = None
         sandbox.start(launch, self)
-        if self._state == "running":  # it may have been refused
-            self._started_s = clock.now_s()  # after what was staged
-            self.due_s = self._started_s + limits.timeout_s if limits.timeout_s is not None else None
 
     # --- time ---
 
@@ -123,6 +120,16 @@ class Supervisor:
 
     # --- what the sandbox says ---
 
+    def on_started(self) -> None:
+        """What was staged, and the engine's own time, is not the agent's."""
+        self._started_s = self._clock.now_s()
+        left_s = self._limits.timeout_s
+        if self._state == "running" and left_s is not None:
+            if self._frozen_at_s is None:
+                self.due_s = self._started_s + left_s
+            else:
+                self._left_s = left_s
+
     def on_output(self, stream: Stream, data: memoryview) -> None:
         if self._tee is not None:
             self._tee(stream, data)
@@ -143,7 +150,7 @@ class Supervisor:
         if ceiling is not None and self._output > ceiling:
             self.stop("output")
 
-    def on_exceeded(self, what: Literal["memory", "pids"]) -> None:
+    def on_exceeded(self, what: Ceiling) -> None:
         if self._state == "running" or self._state == "grace":
             self._cause = None  # the ceiling is the cause, though the deadline came in between
             self._kill(what)

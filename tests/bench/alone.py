@@ -20,6 +20,7 @@ from sandbox_exec.backends.base import Adoption, Finished, PauseAck, WorkerEvent
 from sandbox_exec.contracts import ActiveTrial, Phase, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator
+from sandbox_exec.runs import RUNS
 from sandbox_exec.schedule.slots import expand
 from sandbox_exec.store import RunStore
 
@@ -40,6 +41,7 @@ class InstantBackend:
 
     def begin(self, ticket: WorkerTicket) -> None:
         dispatch = self._dispatches.pop(ticket.folder)
+        ticket.folder.mkdir(parents=True)
         completion = TrialCompletion(
             slot=dispatch.slot,
             trial_id=dispatch.trial_id,
@@ -70,8 +72,8 @@ class InstantBackend:
 
 
 def measure(slots: int) -> dict[str, float]:
-    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # the disk's speed is not the coordinator's
-    folder = Path(tempfile.mkdtemp(prefix="sandbox-exec-bench-", dir=in_memory))
+    Path(RUNS).mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="sandbox-exec-bench-", dir=RUNS))
     try:
         experiment = Experiment(
             name="alone",

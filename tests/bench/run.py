@@ -11,12 +11,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-from sandbox_exec import Limits
 from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.contracts import Slot
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import FUNCTIONS, Coordinator, RunCallback, limits_of
 from sandbox_exec.experiment import freeze_functions
+from sandbox_exec.runs import RUNS
 from sandbox_exec.schedule.slots import expand
 from sandbox_exec.store import RunStore
 
@@ -43,39 +43,39 @@ class RunSide:
         self._workers = workers
 
     def start(self) -> None:
-        self._limits = Limits(timeout_s=30, memory="256MiB")
+        # On the disk, where a user's runs are; removed at the end, as making files right after removing many is slow.
+        Path(RUNS).mkdir(exist_ok=True)
+        self._folders = tempfile.mkdtemp(prefix="sandbox-exec-bench-", dir=RUNS)
 
     def run(self, n: int, in_flight: int) -> list[float]:
         """The time from each decision to dispatch to the word that the worker has begun, in seconds."""
-        folder = Path(tempfile.mkdtemp(prefix="sandbox-exec-bench-"))
+        folder = Path(tempfile.mkdtemp(dir=self._folders))
         seen = _Latencies()
-        try:
-            experiment, functions = freeze_functions(
-                Experiment(
-                    name="bench",
-                    tasks=[{"id": f"t{i}", "input": i} for i in range(n + in_flight)],
-                    variants=[{"id": "echo", "agent": {"function": agents.echo}}],
-                    design={"max_concurrency": in_flight},
-                    sandbox={"timeout_s": 30, "memory": "256MiB"},
-                )
+        experiment, functions = freeze_functions(
+            Experiment(
+                name="bench",
+                tasks=[{"id": f"t{i}", "input": i} for i in range(n + in_flight)],
+                variants=[{"id": "echo", "agent": {"function": agents.echo}}],
+                design={"max_concurrency": in_flight},
+                sandbox={"timeout_s": 30, "memory": "256MiB"},
             )
-            (folder / FUNCTIONS).mkdir()
-            for digest, payload in functions.items():
-                (folder / FUNCTIONS / f"{digest}.pkl").write_bytes(payload)
-            backend = LocalBackend(in_flight, limits=limits_of(experiment), preload=[agents.__name__])
-            try:
-                with RunStore.create(folder, "bench", experiment.model_dump_json(), expand(experiment), {}) as store:
-                    end = Coordinator(store, experiment, backend, callbacks=[seen]).run()
-                    failed = store.progress().by_status
-            finally:
-                backend.close()
-            if end.status != "completed" or len(failed) != 1:
-                raise ValueError(f"the run did not succeed: {end}, {failed}")
+        )
+        (folder / FUNCTIONS).mkdir()
+        for digest, payload in functions.items():
+            (folder / FUNCTIONS / f"{digest}.pkl").write_bytes(payload)
+        backend = LocalBackend(in_flight, limits=limits_of(experiment), preload=[agents.__name__])
+        try:
+            with RunStore.create(folder, "bench", experiment.model_dump_json(), expand(experiment), {}) as store:
+                end = Coordinator(store, experiment, backend, callbacks=[seen]).run()
+                failed = store.progress().by_status
         finally:
-            shutil.rmtree(folder)
+            backend.close()
+        if end.status != "completed" or len(failed) != 1:
+            raise ValueError(f"the run did not succeed: {end}, {failed}")
         return [seen.elapsed_s(in_flight), *seen.took_s[in_flight:]]
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        shutil.rmtree(self._folders)
 
 
 class _Latencies(RunCallback):

@@ -1,0 +1,120 @@
+"""The way to the Docker engine: one place that connects, and one that says in words why it does not work.
+
+The engine is the one of the environment (`DOCKER_HOST` and its companions), or the default socket. It must see our
+file system: a trial's folders are bind-mounted, not copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from typing import Any, Final, cast
+
+import docker
+import docker.errors
+import requests
+
+from sandbox_exec.errors import SandboxUnavailable
+
+MIN_API: Final = (1, 40)  # engine 19.03
+ANSWER_S: Final = 30.0  # for one call, on a machine under load; `start` of a container takes tenths of one
+_HOST: Final = "DOCKER_HOST"
+_DEFAULT: Final = "unix:///var/run/docker.sock"
+_START_ONE: Final = "start it (systemctl start docker), or name another in DOCKER_HOST"
+
+EngineErrors: Final = (docker.errors.DockerException, requests.RequestException, OSError)
+"""All that a call of the engine can raise."""
+
+
+def connect(timeout_s: float = ANSWER_S) -> Any:
+    """Return a client that the engine has answered. Raises `SandboxUnavailable` with what to do."""
+    try:
+        client = docker.APIClient(version="auto", timeout=timeout_s, **docker.utils.kwargs_from_env())
+    except EngineErrors as error:
+        raise SandboxUnavailable(explain(error)) from error
+    found = tuple(map(int, client.api_version.split(".")))
+    if found < MIN_API:
+        client.close()
+        needed = ".".join(map(str, MIN_API))
+        raise SandboxUnavailable(
+            f"the Docker engine at {address()} is too old: it speaks version {client.api_version} of its API, and "
+            f"{needed} is needed (engine 19.03)"
+        )
+    return client
+
+
+def address() -> str:
+    return os.environ.get(_HOST) or _DEFAULT
+
+
+def is_down(error: BaseException) -> bool:
+    """Whether it is the engine that is not there or does not answer, rather than what was asked of it."""
+    if isinstance(error, docker.errors.APIError):
+        return error.response is not None and error.response.status_code in (502, 503, 504)
+    return isinstance(error, EngineErrors)
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether the container or image that was asked for is not there."""
+    return isinstance(error, docker.errors.NotFound)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the engine has no room left on its disk."""
+    return isinstance(error, docker.errors.APIError) and os.strerror(errno.ENOSPC).lower() in str(error).lower()
+
+
+def image_ids(client: Any, names: Iterable[str]) -> dict[str, str | None]:
+    """What each image is now: its id. One that is not there is pulled, if it can be; None if it cannot."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = client.inspect_image(name)["Id"]
+        except docker.errors.NotFound:
+            found[name] = _pulled(client, name)
+    return found
+
+
+def _pulled(client: Any, name: str) -> str | None:
+    try:
+        client.pull(*docker.utils.parse_repository_tag(name if ":" in name or "@" in name else f"{name}:latest"))
+        return str(client.inspect_image(name)["Id"])
+    except docker.errors.APIError:
+        return None
+
+
+def explain(error: BaseException) -> str:
+    """What went wrong, in one line, and what to do about it."""
+    where = f"the Docker engine at {address()}"
+    for cause in _chain(error):
+        match cause:
+            case FileNotFoundError() | ConnectionRefusedError():
+                return f"{where} is not running: {_START_ONE}"
+            case PermissionError():
+                return (
+                    f"{where} may not be used by this user: join the group of its socket (usermod -aG docker), or "
+                    "name another engine in DOCKER_HOST"
+                )
+            case TimeoutError() | requests.Timeout():
+                return f"{where} does not answer: see its log, or restart it"
+            case ConnectionError() | requests.ConnectionError() if cause.__context__ is None:
+                return f"{where} has ended or does not answer: {_START_ONE}"
+    if is_full(error):
+        return f"{where} has no room left on its disk: free some, for instance with `docker system prune`"
+    if isinstance(error, docker.errors.APIError):
+        said = cast(str, error.explanation or str(error))
+        return f"{where} refused: {said.strip()}"
+    return f"{where} cannot be used: {error}"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error, what caused it, and what those hold: requests wraps urllib3's, which wrap the socket's."""
+    found: list[BaseException] = []
+    pending: list[Any] = [error]
+    while pending:
+        one = pending.pop(0)
+        if isinstance(one, BaseException) and one not in found and len(found) < 32:
+            found.append(one)
+            pending += [*one.args, one.__cause__, one.__context__, getattr(one, "reason", None)]
+    return sorted(found, key=lambda one: not isinstance(one, OSError))
