@@ -306,16 +306,10 @@ def _image_digests(experiment: Experiment) -> dict[str, str]:
     """What each image is now, pulled if it is not there and can be had."""
     if experiment.sandbox.kind != "docker":
         return {}
-    from sandbox_exec.sandbox import engine
+    from sandbox_exec.images import resolve
 
     wanted = {task.image or experiment.sandbox.image or "" for task in experiment.tasks}
-    client = engine.connect()
-    try:
-        return {f"{_IMAGE}{name}": found or MISSING for name, found in engine.image_ids(client, sorted(wanted)).items()}
-    except engine.EngineErrors as error:
-        raise SandboxUnavailable(engine.explain(error)) from error
-    finally:
-        client.close()
+    return {f"{_IMAGE}{name}": found or MISSING for name, found in resolve(sorted(wanted)).items()}
 
 
 def sweep(*, everything: bool = False) -> Reaped:

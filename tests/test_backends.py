@@ -510,8 +510,10 @@ def test_a_worker_goes_on_though_its_coordinator_does_not_read(tmp_path: Path) -
     with contextlib.suppress(BlockingIOError):
         while True:
             theirs.send(b"x" * 4095 + b"\n")
-    _, folder = make_dispatch(tmp_path, 0, {"nap_s": 1.0})  # some beats long
-    ours.sendall(json.dumps({"run": str(folder)}).encode() + b"\n")
+    dispatch, folder = make_dispatch(tmp_path, 0, {"nap_s": 1.0})  # some beats long
+    request = wire.dict_file({"folder": str(folder)}, dispatch.model_dump_json().encode())
+    wire.send_line(ours, "run", fds=(request,))
+    os.close(request)
     thread = threading.Thread(target=worker.run)
     thread.start()
     spin_until((folder / "completion.json").exists, "the attempt has ended")

@@ -79,7 +79,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", documents(), ids=str)
 def test_every_script_that_is_named_exists_and_can_be_run(path: Path) -> None:
-    for name in set(re.findall(r"\bscripts/[a-z_]+\b", (ROOT / path).read_text())):
+    for name in set(re.findall(r"\bscripts/[a-z_-]+\b", (ROOT / path).read_text())):
         assert os.access(ROOT / name, os.X_OK), name
 
 

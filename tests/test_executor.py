@@ -25,8 +25,8 @@ from sandbox_exec.contracts import (
     derive_trial_id,
 )
 from sandbox_exec.coordinator import resolve
-from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.base import Sandbox
+from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.provider import Provider, SlotPlaces, chosen
 from sandbox_exec.trial.executor import Executor
 

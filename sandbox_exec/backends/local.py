@@ -95,7 +95,7 @@ class LocalBackend:
         self._size, self._hung_s = workers, hung_s
         views = {(tuple(map(str, one.readable)), tuple(map(str, one.hidden))) for one in limits}
         self._settings = {
-            "containment": containment,
+            "containment": str(containment),  # a member of an enum is refused on the wire
             "views": list(views),
             "preload": [entry.__name__, *(preload or [])],
             "docker": docker,

@@ -58,7 +58,7 @@ def host(control_fd: int) -> None:
     with contextlib.ExitStack() as stack:
         base, zygotes = None, dict[View, Zygote]()
         try:
-            if settings["views"]:
+            if not settings["docker"]:
                 containment = chosen(settings["containment"])
                 base = stack.enter_context(scratch_base(containment))
             for view in {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}:

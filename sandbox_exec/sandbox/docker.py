@@ -223,7 +223,6 @@ class DockerSandboxes:
         if limits.timeout_s is not None:
             env["SANDBOX_EXEC_DEADLINE_S"] = f"{limits.timeout_s:g}"
         name = "-".join(["sandbox-exec", launch.labels.get("trial", "trial"), made.folder.name.rpartition("-")[2]])
-        # SDK and engine agree on less than the engine's API can: what is not a parameter here is set in the dict.
         config = client.create_container_config(
             image=image["Id"],
             command=None,
@@ -237,6 +236,7 @@ class DockerSandboxes:
             healthcheck={"test": ["NONE"]},
             host_config=self._host_config(made, launch, image),
         )
+        config["StopTimeout"] = 0  # an engine that restarts stops what it finds: at once
         answer = client.create_container_from_config(config, name=name)
         return str(answer["Id"])
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
 from typing import Any, Final, cast
 
 import docker
+import docker.constants
 import docker.errors
 import requests
 
 from sandbox_exec.errors import SandboxUnavailable
 
-MIN_API: Final = (1, 40)  # engine 19.03
+MIN_API: Final = "1.40"  # engine 19.03
 ANSWER_S: Final = 30.0  # for one call, on a machine under load; `start` of a container takes tenths of one
 _HOST: Final = "DOCKER_HOST"
 _DEFAULT: Final = "unix:///var/run/docker.sock"
@@ -30,18 +30,29 @@ EngineErrors: Final = (docker.errors.DockerException, requests.RequestException,
 def connect(timeout_s: float = ANSWER_S) -> Any:
     """Return a client that the engine has answered. Raises `SandboxUnavailable` with what to do."""
     try:
-        client = docker.APIClient(version="auto", timeout=timeout_s, **docker.utils.kwargs_from_env())
+        probe = _client(MIN_API, timeout_s)
+        try:
+            version = probe.version(api_version=False)["ApiVersion"]
+        finally:
+            probe.close()
+        found = _numbers(version)
+        if found < _numbers(MIN_API):
+            raise SandboxUnavailable(
+                f"the Docker engine at {address()} is too old: it speaks version {version} of its API, and "
+                f"{MIN_API} is needed (engine 19.03)"
+            )
+        newest = docker.constants.DEFAULT_DOCKER_API_VERSION
+        return _client(version if found < _numbers(newest) else newest, timeout_s)
     except EngineErrors as error:
         raise SandboxUnavailable(explain(error)) from error
-    found = tuple(map(int, client.api_version.split(".")))
-    if found < MIN_API:
-        client.close()
-        needed = ".".join(map(str, MIN_API))
-        raise SandboxUnavailable(
-            f"the Docker engine at {address()} is too old: it speaks version {client.api_version} of its API, and "
-            f"{needed} is needed (engine 19.03)"
-        )
-    return client
+
+
+def _client(version: str, timeout_s: float) -> Any:
+    return docker.APIClient(version=version, timeout=timeout_s, **docker.utils.kwargs_from_env())
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def address() -> str:
@@ -63,25 +74,6 @@ def is_missing(error: BaseException) -> bool:
 def is_full(error: BaseException) -> bool:
     """Whether the engine has no room left on its disk."""
     return isinstance(error, docker.errors.APIError) and os.strerror(errno.ENOSPC).lower() in str(error).lower()
-
-
-def image_ids(client: Any, names: Iterable[str]) -> dict[str, str | None]:
-    """What each image is now: its id. One that is not there is pulled, if it can be; None if it cannot."""
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            found[name] = client.inspect_image(name)["Id"]
-        except docker.errors.NotFound:
-            found[name] = _pulled(client, name)
-    return found
-
-
-def _pulled(client: Any, name: str) -> str | None:
-    try:
-        client.pull(*docker.utils.parse_repository_tag(name if ":" in name or "@" in name else f"{name}:latest"))
-        return str(client.inspect_image(name)["Id"])
-    except docker.errors.APIError:
-        return None
 
 
 def explain(error: BaseException) -> str:
