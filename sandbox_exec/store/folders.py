@@ -7,6 +7,7 @@ file, and is read up to a limit. Reading never raises for what stands there: it 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -56,7 +57,11 @@ def begin_folder(folder: Path, dispatch: bytes) -> None:
     Not synced: an attempt whose folder a power cut took is a lost one, and runs again.
     """
     with one_error(folder.parent.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+        # In this order: most trials have one attempt, and what fails costs as much as what does not.
+        with contextlib.suppress(FileExistsError):
+            folder.parent.mkdir(parents=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
         (folder / DISPATCH).write_bytes(dispatch)
 
 

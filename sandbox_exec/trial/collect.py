@@ -146,8 +146,10 @@ def collect(
     Raises OSError if the target cannot be written, or if we are short of room, descriptors or memory: none of that is
     the agent's doing, and what came over is not all of it. A file that came over is whole.
     """
-    made = _make(target)
     collected = Collected()
+    if _is_empty(source, skip):  # most trials leave nothing, and making a folder for that is the dearest part
+        return collected
+    made = _make(target)
     into = os.open(target, _FOLDER)
     try:
         if os.listdir(into):
@@ -165,6 +167,11 @@ def collect(
     if made and not (collected.files or collected.folders or collected.links):
         target.rmdir()
     return collected
+
+
+def _is_empty(source: int, skip: frozenset[str]) -> bool:
+    with os.scandir(source) as entries:
+        return all(entry.name in skip for entry in itertools.islice(entries, len(skip) + 1))
 
 
 def _make(target: Path) -> bool:
