@@ -265,6 +265,23 @@ def test_a_pool_on_v2_leaves_everything_as_it_was_and_the_next_one_can_start(tre
         assert (scope.home / "cgroup.subtree_control").read_text() == ""
 
 
+def test_who_makes_room_for_processes_of_its_own_is_found_by_them_and_leaves_last(tree: Callable[..., Tree]) -> None:
+    scope = tree("memory", "pids")
+    cgroups.make_room()
+    leaf = scope.home / "sandbox-exec-supervisor"
+    assert scope.place() == leaf
+    PosixPath(leaf, "cgroup.procs").write_text(f"{os.getpid()}\n1\n")  # a host that was started here
+    pool = PoolCgroups(find())
+    assert set(pool.cgroups.homes) == {"memory", "pids"}
+    pool.close()
+    cgroups.step_up()
+    assert scope.place() == leaf  # or the host's next pool would find somebody in its way
+    assert (scope.home / "cgroup.subtree_control").read_text().split() == ["memory", "pids"]
+    PosixPath(leaf, "cgroup.procs").write_text(f"{os.getpid()}\n")
+    cgroups.step_up()
+    assert (scope.place(), scope.folders()) == (scope.home, [])
+
+
 def test_a_pool_that_ends_while_another_is_open_leaves_the_leaf_alone(tree: Callable[..., Tree]) -> None:
     scope = tree("memory", "pids")
     first, second = PoolCgroups(find()), PoolCgroups(find())

@@ -24,7 +24,7 @@ from sandbox_exec.backends.base import (
     WorkerTicket,
 )
 from sandbox_exec.clock import Clock, MonotonicClock
-from sandbox_exec.containment.cgroups import sweep
+from sandbox_exec.containment.cgroups import make_room, step_up, sweep
 from sandbox_exec.contracts import ActiveTrial, Limits, TrialDispatch
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import entry, wire
@@ -195,6 +195,7 @@ class LocalBackend:
         self._awake.close()
         self._wake.close()
         sweep()
+        step_up()
 
     # --- workers ---
 
@@ -212,6 +213,7 @@ class LocalBackend:
     def _host(self) -> _Host:
         if self._hosts and self._hosts[-1].control.fileno() >= 0 and self._hosts[-1].process.poll() is None:
             return self._hosts[-1]
+        make_room()
         ours, theirs = socket_pair()
         path = [os.path.abspath(entry) for entry in sys.path]
         with theirs:

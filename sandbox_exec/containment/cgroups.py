@@ -150,6 +150,38 @@ def _step_down(home: Path) -> str:
     return ""
 
 
+def make_room() -> None:
+    """Before starting processes that will have pools of their own: they cannot step down while we stand there.
+
+    Those processes inherit our leaf, and find its parent.
+    """
+    _, home = _own_cgroups()
+    if home is not None:
+        for controller in CONTROLLERS:
+            _enable(home, controller)
+
+
+def step_up() -> None:
+    """Undo it, if nobody else needs it any more."""
+    _, home = _own_cgroups()
+    if home is not None:
+        with contextlib.suppress(OSError):
+            _step_up(home)
+
+
+def _step_up(home: Path) -> None:
+    leaf = home / _LEAF
+    if not leaf.exists() or any(home.glob(f"{_PREFIX}-*-*")):
+        return
+    if any(int(pid) != os.getpid() for pid in (leaf / "cgroup.procs").read_text().split()):
+        return  # the last one to leave does it
+    for controller in CONTROLLERS:
+        with contextlib.suppress(OSError):
+            (home / "cgroup.subtree_control").write_text(f"-{controller}")
+    (home / "cgroup.procs").write_text(str(os.getpid()))
+    leaf.rmdir()
+
+
 class PoolCgroups:
     """A pool's own cgroup in each hierarchy in use."""
 
@@ -186,18 +218,8 @@ class PoolCgroups:
                 remove_cgroup(fd, self.name)
             os.close(fd)
             with contextlib.suppress(OSError):
-                self._step_up(home)
+                _step_up(home)
         self.parents = {}
-
-    def _step_up(self, home: Path) -> None:
-        leaf = home / _LEAF
-        if not leaf.exists() or any(home.glob(f"{_PREFIX}-*-*")):
-            return
-        for controller in CONTROLLERS:
-            with contextlib.suppress(OSError):
-                (home / "cgroup.subtree_control").write_text(f"-{controller}")
-        (home / "cgroup.procs").write_text(str(os.getpid()))
-        leaf.rmdir()
 
 
 def _pid_namespace() -> int:
