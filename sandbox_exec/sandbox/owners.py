@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import os
 import select
+import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+DOCKER_SCRATCH: Final = "sandbox-exec-docker-"  # what the names of folders begin with; the owner's name follows
+PROCESS_SCRATCH: Final = "sandbox-exec-scratch-"
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def name_of(pid: int) -> str:
     """A name that no later process will have; it is safe in a path and in a label."""
-    try:
-        # Nobody sets ticks, as they do clocks.
-        born = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
-    except OSError:
-        born = "gone"
-    return f"{pid}-{born}-{_place()}"
+    return f"{pid}-{_birth(pid) or 'gone'}-{_place()}"
 
 
 def find(name: str) -> int | None:
@@ -37,14 +36,44 @@ def find(name: str) -> int | None:
 
 
 def state_of(name: str) -> Literal["alive", "dead", "unknown"]:
-    """Whether the process lives. Unknown: it is of another boot or pid namespace, or of another machine."""
-    if not name.endswith(_place()):
+    """Whether the process lives. Unknown: it is of another boot, pid namespace or machine, or hidden from us."""
+    if not name.endswith(f"-{_place()}"):
         return "unknown"
-    pidfd = find(name)
-    if pidfd is None:
+    pid, born, *_ = name.split("-")
+    try:
+        pidfd = os.pidfd_open(int(pid))
+    except (ValueError, OSError):
         return "dead"
-    os.close(pidfd)
-    return "alive"
+    try:
+        found = _birth(int(pid))  # before the next look: what has ended meanwhile cannot be read
+        if _has_ended(pidfd):
+            return "dead"
+    finally:
+        os.close(pidfd)
+    if found is None:  # of another user, where /proc is mounted with hidepid
+        return "unknown"
+    return "alive" if found == born else "dead"
+
+
+def make_folder(prefix: str) -> Path:
+    """A temporary folder that has this process's name in its own: should it be killed, the reaper takes it away."""
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{name_of(os.getpid())}-"))
+
+
+def owner_of(folder: str) -> str | None:
+    """Whose folder that is, by its name; None: it is none of ours."""
+    for prefix in (DOCKER_SCRATCH, PROCESS_SCRATCH):
+        if folder.startswith(prefix):
+            return folder.removeprefix(prefix).rpartition("-")[0]
+    return None
+
+
+def _birth(pid: int) -> str | None:
+    try:
+        # Nobody sets ticks, as they do clocks.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return None
 
 
 def _place() -> str:

@@ -571,9 +571,7 @@ def scratch_base(containment: Containment) -> Any:
     if containment.rung.namespaced:
         yield None
         return
-    import tempfile
-
-    base = Path(tempfile.mkdtemp(prefix="sandbox-exec-"))
+    base = owners.make_folder(owners.PROCESS_SCRATCH)
     base.chmod(0o755)
     try:
         yield base

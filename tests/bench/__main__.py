@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from . import process, report, run
+from . import containers, process, report, run
 from .orphans import adopt_orphans, sweep
 
 
@@ -45,6 +45,7 @@ def _parse() -> argparse.Namespace:
 _BENCHMARKS = {
     "process": (process.PARTS, "the process sandbox: throughput, kills, traces"),
     "run": (run.PARTS, "durable runs, and the coordinator alone"),
+    "docker": (containers.PARTS, "trials in containers: seconds each, kills, files"),
 }
 
 
