@@ -74,20 +74,27 @@ def freeze_functions(experiment: Experiment) -> tuple[Experiment, dict[str, byte
     of a script that holds a set of text has another pickle, and so another digest, in each process.
     """
     pickles: dict[str, bytes] = {}
+
+    def freeze(function: Any, of: str) -> str:
+        try:
+            payload: bytes = cloudpickle.dumps(function)
+        except Exception as error:  # whatever the callable holds may fail in its own way
+            raise InvalidExperiment(f"{of} cannot be pickled: {error}") from error
+        digest = _sha256(payload)
+        pickles[digest] = payload
+        return digest
+
     variants = []
     for variant in experiment.variants:
         function = variant.agent.function
         if function is not None and not isinstance(function, str):
-            try:
-                payload: bytes = cloudpickle.dumps(function)
-            except Exception as error:  # whatever the callable holds may fail in its own way
-                reason = f"the agent of variant {variant.id!r} cannot be pickled: {error}"
-                raise InvalidExperiment(reason) from error
-            digest = _sha256(payload)
-            pickles[digest] = payload
+            digest = freeze(function, f"the agent of variant {variant.id!r}")
             variant = variant.model_copy(update={"agent": AgentSpec(function=digest)})
         variants.append(variant)
-    return experiment.model_copy(update={"variants": tuple(variants)}), pickles
+    grading = experiment.grading
+    if grading is not None and grading.function is not None and not isinstance(grading.function, str):
+        grading = grading.model_copy(update={"function": freeze(grading.function, "the grader")})
+    return experiment.model_copy(update={"variants": tuple(variants), "grading": grading}), pickles
 
 
 def input_digests(experiment: Experiment) -> dict[str, str]:
@@ -433,6 +440,7 @@ def _line(node: Node) -> int:
 def _named_files(data: Mapping[str, Any]) -> Iterator[tuple[Loc, Any]]:
     for idx, row in enumerate(_items(data, "tasks")):
         yield ("tasks", idx, "workspace"), _at(row, "workspace")
+        yield ("tasks", idx, "reference"), _at(row, "reference")
         yield ("tasks", idx, "grading", "assets"), _at(row, "grading", "assets")
     for idx, variant in enumerate(_items(data, "variants")):
         yield ("variants", idx, "agent", "artifact"), _at(variant, "agent", "artifact")
@@ -467,13 +475,14 @@ def _input_files(experiment: Experiment) -> Iterator[str]:
     yield from map(str, experiment.sources)
     named = (path for _, path in _named_files(experiment.model_dump()))
     yield from (os.path.join(base, path) for path in named if path is not None)
-    arguments: set[str] = set(experiment.grading.command if experiment.grading else ())
-    for task in experiment.tasks:
-        arguments.update((task.grading and task.grading.command) or ())
-    for variant in experiment.variants:
-        arguments.update(variant.agent.command or ())
-        if variant.agent.python is not None:
-            module = variant.agent.python.partition(":")[0].partition(".")[0]
+    gradings = [experiment.grading, *(task.grading for task in experiment.tasks)]
+    programs = [(variant.agent.command, variant.agent.python) for variant in experiment.variants]
+    programs += [(grading.command, grading.python) for grading in gradings if grading is not None]
+    arguments: set[str] = set()
+    for command, python in programs:
+        arguments.update(command or ())
+        if python is not None:
+            module = python.partition(":")[0].partition(".")[0]
             arguments.add(f"{module}.py")
             if os.path.isdir(os.path.join(base, module)):
                 yield os.path.join(base, module)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from pydantic import Field
 
@@ -37,13 +37,12 @@ from sandbox_exec.experiment import (
     load_experiment,
 )
 from sandbox_exec.guest.view import remove_scratch
+from sandbox_exec.sandbox import reaper
 from sandbox_exec.sandbox.provider import chosen
+from sandbox_exec.sandbox.reaper import Reaped
 from sandbox_exec.schedule.slots import expand
 from sandbox_exec.store import RunStore, holder, write_atomic
 from sandbox_exec.store.db import DB_NAME
-
-if TYPE_CHECKING:
-    from sandbox_exec.sandbox.reaper import Reaped
 
 _IMAGE: Final = "image "  # what the names of images begin with among a run's inputs
 ARTIFACTS: Final = "artifacts"  # in the run's folder: the unpacked agents, by the digest of their archive
@@ -276,8 +275,11 @@ def _work(
             for name, digest in store.run().digests.items()
             if name.startswith(_IMAGE) and digest != MISSING
         }
-        if backend is None and committed < slots and experiment.sandbox.kind == "docker":
-            sweep()
+        if backend is None and committed < slots:
+            if experiment.sandbox.kind != "docker":
+                reaper.reap_folders()
+            elif (why_not := sweep().no_engine) != "":
+                raise SandboxUnavailable(why_not)
         if backend is None:
             experiment = _at_once(experiment, min(workers or experiment.design.max_concurrency, slots))
             backend = _local_backend(experiment, containment)
@@ -313,16 +315,20 @@ def _image_digests(experiment: Experiment) -> dict[str, str]:
 
 
 def sweep(*, everything: bool = False) -> Reaped:
-    """Take away what killed runs left on this machine and its engine: containers, folders and mounts."""
-    from sandbox_exec.sandbox import engine, reaper
+    """Take away what killed runs left on this machine and its engine: containers, folders and mounts.
 
-    client = engine.connect()
+    Without an engine, folders and mounts; `no_engine` says why. `everything`: also what is of owners that may live,
+    but not here: of another boot, pid namespace or machine.
+    """
+    from sandbox_exec.sandbox import engine  # the SDK takes half a second to load
+
     try:
-        return reaper.reap(client, everything=everything)
+        with contextlib.closing(engine.connect()) as client:
+            return reaper.reap(client, everything=everything)
+    except SandboxUnavailable as error:
+        return reaper.reap(everything=everything, no_engine=str(error))
     except engine.EngineErrors as error:
-        raise SandboxUnavailable(engine.explain(error)) from error
-    finally:
-        client.close()
+        return reaper.reap(everything=everything, no_engine=engine.explain(error))
 
 
 def _at_once(experiment: Experiment, trials: int) -> Experiment:
@@ -405,11 +411,6 @@ def _not_in_docker(experiment: Experiment) -> Iterable[str]:
     for variant in experiment.variants:
         if variant.agent.python is not None or variant.agent.function is not None:
             yield f"variant {variant.id!r}: a function runs in the process sandbox only; for docker: command, artifact"
-    if experiment.sandbox.image is None:
-        bare = [task.id for task in experiment.tasks if task.image is None]
-        if bare:
-            some = ", ".join(map(repr, bare[:5])) + (", ..." if len(bare) > 5 else "")
-            yield f"sandbox.image: these tasks name no image, and there is none for all: {some}"
 
 
 def _not_in_environment(experiment: Experiment) -> Iterable[str]:

@@ -134,6 +134,9 @@ class FakeSandbox:
     def open_folder(self, name: str) -> int:
         raise FileNotFoundError(f"there is no {name}: nothing was written")
 
+    def give(self, name: str) -> None:
+        self.asked.append("give")
+
     def close(self) -> None:
         self.asked.append("close")
 

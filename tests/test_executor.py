@@ -99,7 +99,7 @@ class Bench:
         self.base.mkdir()
         (self.base / "agents.py").write_text(AGENTS)
         self._loop, self._clock, self._count = Loop(), MonotonicClock(), 0
-        self._provider = Provider(self._loop, chosen(), 1, [])
+        self._provider = Provider(self._loop, chosen(), 2, [])
         self.folder = tmp_path
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Bench:
         self.folder.mkdir()
         done: list[TrialCompletion] = []
         self.started: list[Sandbox] = []
-        places = SlotPlaces(self._provider, 0)
+        places = SlotPlaces(self._provider)
         executor = Executor(dispatch, self.folder, places, self._clock, self.started.append, done.append)
         executor.start()
         if meanwhile is not None:

@@ -37,7 +37,7 @@ LAYERS: list[set[str]] = [
     {"pool", "runs", "doctor", "preflight", "report", "viewer"},
     {ROOT},  # re-exports, for users; above it, a name is imported from where it lives
     {"display", "testing"},
-    {"cli_artifacts", "cli_images", "cli_runs"},
+    {"cli_artifacts", "cli_images", "cli_reap", "cli_runs"},
     {"cli"},
     {"__main__"},
 ]

@@ -28,7 +28,7 @@ from sandbox_exec.containment.cgroups import make_room, step_up, sweep
 from sandbox_exec.contracts import ActiveTrial, Limits, TrialDispatch
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import entry, wire
-from sandbox_exec.sandbox import owners
+from sandbox_exec.sandbox import owners, reaper
 from sandbox_exec.sandbox.calls import Calls
 from sandbox_exec.sandbox.handles import socket_pair
 from sandbox_exec.sandbox.loop import Loop
@@ -181,6 +181,9 @@ class LocalBackend:
             _kill(adopted.pidfd)
         ending = [worker.pidfd for worker in self._workers] + [adopted.pidfd for adopted in self._adopted]
         _wait_for(ending, _CLOSE_S, then_kill=True)
+        for adopted in self._adopted if self._calls is not None else ():  # their host is not ours to wait for
+            with contextlib.suppress(Exception):  # the next sweep will
+                reap_owner(adopted.ticket.worker)
         _wait_for([worker.keeper for worker in (*self._workers, *self._dying) if worker.keeper >= 0], _CLOSE_S)
         for fd in (*ending, *(worker.keeper for worker in (*self._workers, *self._dying))):
             if fd >= 0:
@@ -411,14 +414,18 @@ def _longest_s(folder: Path) -> float | None:
 
 
 def reap_owner(owner: str) -> None:
-    """Remove the containers and folders of a worker that has ended."""
-    from sandbox_exec.sandbox import engine, reaper  # the SDK takes half a second to load
+    """Remove the containers and folders of a worker that has ended. Raises, where the engine does not do its part."""
+    from sandbox_exec.sandbox import engine  # the SDK takes half a second to load
 
-    client = engine.connect()
     try:
-        reaper.reap_owner(client, owner)
-    finally:
-        client.close()
+        client = engine.connect()
+    except SandboxUnavailable:
+        reaper.reap_owner(None, owner)
+        raise
+    with contextlib.closing(client):
+        reaped = reaper.reap_owner(client, owner)
+    if reaped.failed:
+        raise SandboxUnavailable("; ".join(f"{left.name}: {left.why}" for left in reaped.failed))
 
 
 def _kill(pidfd: int) -> None:

@@ -19,11 +19,11 @@ are in sessions of their own, so that Ctrl-C is the coordinator's alone.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
 import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import NoReturn
@@ -35,9 +35,10 @@ from sandbox_exec.containment.ladder import UIDS_PER_PROCESS
 from sandbox_exec.contracts import TrialCompletion, TrialDispatch
 from sandbox_exec.errors import SandboxExecError, StoreFull
 from sandbox_exec.guest import wire
+from sandbox_exec.sandbox import reaper
 from sandbox_exec.sandbox.base import Places, Sandbox
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.sandbox.process import boot_zygote, scratch_base
+from sandbox_exec.sandbox.process import boot_zygote
 from sandbox_exec.sandbox.provider import Provider, SlotPlaces, chosen, take_uids
 from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
 from sandbox_exec.store.folders import COMPLETION, begin_folder, write_atomic
@@ -56,11 +57,12 @@ def host(control_fd: int) -> None:
         return
     settings, _ = first
     with contextlib.ExitStack() as stack:
-        base, zygotes = None, dict[View, Zygote]()
+        zygotes = dict[View, Zygote]()
         try:
-            if not settings["docker"]:
+            if settings["docker"]:
+                importlib.import_module("sandbox_exec.sandbox.docker")  # its SDK takes half a second: once for all
+            else:
                 containment = chosen(settings["containment"])
-                base = stack.enter_context(scratch_base(containment))
             for view in {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}:
                 zygotes[view] = boot_zygote(
                     containment,
@@ -87,9 +89,8 @@ def host(control_fd: int) -> None:
             if pid == 0:
                 control.close()
                 os.close(ended)
-                tempfile.tempdir = str(base) if base else None  # what a killed worker leaves goes with the host
                 _work(channel, settings["containment"], zygotes, links)
-            take_uids(1)  # those of this worker's agents; the next one is forked with the numbers after them
+            take_uids(2)  # those of this worker's agents; the next one is forked with the numbers after them
             for link in links.values():
                 link.close()
             os.close(channel)
@@ -97,20 +98,18 @@ def host(control_fd: int) -> None:
         os.close(lives)
         os.read(ended, 1)
     sweep()
-    if settings["docker"]:
-        _reap()
+    _reap(settings["docker"])
 
 
-def _reap() -> None:
-    """The containers of workers that were killed; what cannot be removed now, the next run removes."""
-    from sandbox_exec.sandbox import engine, reaper  # the SDK takes half a second to load
+def _reap(docker: bool) -> None:
+    """The folders and containers of workers that were killed; what cannot be removed now, the next run removes."""
+    reaper.reap_folders()
+    if docker:
+        from sandbox_exec.sandbox import engine
 
-    with contextlib.suppress(SandboxExecError, *engine.EngineErrors):
-        client = engine.connect()
-        try:
+        quiet = contextlib.suppress(SandboxExecError, *engine.EngineErrors)
+        with quiet, contextlib.closing(engine.connect()) as client:
             reaper.reap(client)
-        finally:
-            client.close()
 
 
 def _tell_of(control: socket.socket, pid: int) -> None:
@@ -240,8 +239,8 @@ class Worker:
 
                 self._places[kind] = DockerSandboxes(self._loop, next(iter(take_uids(1))))
             else:
-                provider = Provider(self._loop, chosen(self._containment), 1, [], self._links)
-                self._places[kind] = SlotPlaces(provider, 0)
+                provider = Provider(self._loop, chosen(self._containment), 2, [], self._links)
+                self._places[kind] = SlotPlaces(provider)
         return self._places[kind]
 
     # --- what it hears ---

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_exec.errors import InvalidValue
-from sandbox_exec.guest.view import READ_ONLY, WRITABLE
+from sandbox_exec.guest.view import AGENT_ROLE, ALL_PLACES
 
 SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store",
 )  # fmt: skip
 _BROAD = frozenset(("/", "/tmp", "/var", "/var/tmp", "/home", "/run", "/dev", "/proc", "/sys"))
-_TAKEN = frozenset(("/", "/proc", "/dev", "/dev/pts", "/dev/mqueue", "/run", *WRITABLE, *READ_ONLY))
+_TAKEN = frozenset(("/", "/proc", "/dev", "/dev/pts", "/dev/mqueue", "/run", *ALL_PLACES))
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -32,6 +32,7 @@ class View:
     hidden: tuple[str, ...]
     late: tuple[str, ...]
     agent: str = ""  # the unpacked artifact, shown at /agent
+    role: str = AGENT_ROLE
 
     def for_guest(self, files: dict[str, str]) -> dict[str, Any]:
         """As marshal takes it. `files` are shown in place of the system's own."""
@@ -41,11 +42,14 @@ class View:
             "hidden": self.hidden,
             "late": self.late,
             "agent": self.agent,
+            "role": self.role,
             "files": files,
         }
 
 
-def build_view(readable: Iterable[Path], hidden: Iterable[Path], agent: Path | None = None) -> View:
+def build_view(
+    readable: Iterable[Path], hidden: Iterable[Path], agent: Path | None = None, role: str = AGENT_ROLE
+) -> View:
     """The view for this interpreter. Relative entries of sys.path are taken from the working directory of now."""
     wanted = [*SYSTEM, *python_paths(), *map(str, readable)]
     binds: dict[str, str] = {}
@@ -64,8 +68,9 @@ def build_view(readable: Iterable[Path], hidden: Iterable[Path], agent: Path | N
         binds=tuple((source, target) for target, source in binds.items()),
         links=tuple(links.items()),
         hidden=tuple(dict.fromkeys(name for path in hidden for name in _names_of(str(path), binds))),
-        late=tuple(path for path in binds if _is_below(path, (*WRITABLE, *READ_ONLY))),
+        late=tuple(path for path in binds if _is_below(path, ALL_PLACES)),
         agent=os.path.realpath(agent) if agent is not None else "",
+        role=role,
     )
 
 

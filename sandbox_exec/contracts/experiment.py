@@ -16,7 +16,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from sandbox_exec.contracts.base import Bytes, Contract, Seconds
 from sandbox_exec.contracts.limits import MIN_MEMORY_BYTES, AbsolutePath, Count, Limits, Require
-from sandbox_exec.contracts.words import Argv, Id, Location, Ordinal, Task, Variant
+from sandbox_exec.contracts.words import Argv, Function, Id, Location, Ordinal, Task, Variant, entry_point
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.units import MIB, processors
 
@@ -26,6 +26,8 @@ _MAX_TOLD: Final = 200  # problems in one message: more are one mistake made oft
 _MAX_SHOWN: Final = 64  # characters of a value in a message
 _MAX_NEAREST: Final = 200  # names to compare with: with more, a file full of mistakes takes minutes to refuse
 _FOR_PYTHON: Final = {"base", "sources", "function"}  # fields that no file may have
+
+GRADERS: Final = ("command", "python", "function")  # what a grader can be
 
 Loc = tuple[int | str, ...]
 """The path of a value in an experiment: ("tasks", 0, "id")."""
@@ -124,15 +126,40 @@ class GradingSettings(Contract):
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
-    command: Argv
+    command: Argv | None = Field(
+        default=None, description="Words that name files of the assets, or beside the experiment, become their paths."
+    )
+    python: Annotated[str, AfterValidator(entry_point)] | None = None
+    function: Function | None = Field(
+        default=None, description="A callable, in Python only; in a run's files the digest of its pickle."
+    )
     assets: Location | None = Field(default=None, description="What the grader sees and the agent never does.")
     timeout_s: Annotated[Seconds, Field(gt=0)] = 60.0
+    memory: Annotated[Bytes, Field(ge=MIN_MEMORY_BYTES)] | None = Limits().memory
+    pids: Count | None = Limits().pids
+    image: str | None = Field(default=None, description="For docker: another image than the task's.")
     in_: Literal["fresh", "same"] = Field(
         default="fresh",
         validation_alias="in",
         serialization_alias="in",
         description="A new sandbox with the workspace and /out only, or the agent's filesystem.",
     )
+    writable: bool = Field(
+        default=False, description="Whether the grader may write to its copy of /workspace and /out."
+    )
+    grade_on: Literal["completed", "always"] = Field(
+        default="completed", description="Whether the work of an agent that failed or was late is graded too."
+    )
+
+    @model_validator(mode="after")
+    def _one_grader(self) -> Self:
+        given = [name for name in GRADERS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidValue(
+                "exactly one of command and python (or in Python: function) is needed; "
+                f"given: {', '.join(given) or 'none'}"
+            )
+        return self
 
 
 class Experiment(Contract):
@@ -192,7 +219,9 @@ class Experiment(Contract):
         if task.grading is None:
             return self.grading
         own = task.grading.model_dump(exclude_none=True)
-        rest = self.grading.model_dump(by_alias=False) if self.grading else {}
+        rest = dict(self.grading) if self.grading else {}
+        if any(name in own for name in GRADERS):
+            rest = {name: value for name, value in rest.items() if name not in GRADERS}
         return GradingSettings.model_validate({**rest, **own})
 
     def _faults(self) -> Iterator[Fault]:
@@ -204,7 +233,7 @@ class Experiment(Contract):
         for idx, task in enumerate(self.tasks):
             if self.sandbox.kind == "docker" and not (task.image or self.sandbox.image):
                 yield Fault(("tasks", idx), "has no image, which docker needs; name one here or in sandbox.image")
-            if task.grading and not (task.grading.command or self.grading):
+            if task.grading and not (task.grading.command or task.grading.python or self.grading):
                 yield Fault(("tasks", idx, "grading"), "has no command, and the experiment has no grading")
 
 

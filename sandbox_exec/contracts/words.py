@@ -66,7 +66,7 @@ def _without_nul(text: str) -> str:
     return text
 
 
-def _entry_point(text: str) -> str:
+def entry_point(text: str) -> str:
     module, _, function = text.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
         raise InvalidValue(
@@ -160,6 +160,13 @@ class TaskGrading(Contract):
 
     assets: Location | None = Field(default=None, description="What the grader sees and the agent never does.")
     command: Argv | None = None
+    python: Annotated[str, AfterValidator(entry_point)] | None = None
+
+    @model_validator(mode="after")
+    def _one_grader(self) -> Self:
+        if self.command is not None and self.python is not None:
+            raise InvalidValue("both command and python are given; a task has one grader")
+        return self
 
 
 class Task(Contract):
@@ -170,6 +177,10 @@ class Task(Contract):
     image: str | None = None
     workspace: Location | None = Field(default=None, description="What the working directory is filled from.")
     grading: TaskGrading | None = None
+    reference: Location | None = Field(
+        default=None,
+        description="A folder with what a perfect agent leaves, in workspace/ and out/: preflight must see it pass.",
+    )
     protocol: TaskProtocol = TaskProtocol()
     depends_on: tuple[Id, ...] = Field(default=(), description="Tasks that must have succeeded first.")
     chain: Id | None = Field(default=None, description="Tasks of one chain run one at a time, in order.")
@@ -190,7 +201,7 @@ class AgentSpec(Contract):
 
     command: Argv | None = None
     artifact: Location | None = None
-    python: Annotated[str, AfterValidator(_entry_point)] | None = None
+    python: Annotated[str, AfterValidator(entry_point)] | None = None
     function: Function | None = Field(
         default=None, description="A callable, in Python only; in a run's files the digest of its pickle."
     )
@@ -284,6 +295,21 @@ class ContainerSpec(Contract):
     runtime: str | None = Field(default=None, description="Of the engine's, such as runsc. None: its default.")
 
 
+class GraderSpec(Contract):
+    """The grader of a trial, resolved. Nothing of it is in any place that an agent can read."""
+
+    command: Argv | None = None
+    python: str | None = None
+    payload: Path | None = Field(default=None, description="The pickled function of a grader that is one.")
+    assets: Path | None = None
+    limits: Limits
+    in_: Literal["fresh", "same"] = "fresh"
+    writable: bool = False
+    grade_on: Literal["completed", "always"] = "completed"
+    container: ContainerSpec | None = Field(default=None, description="None: the process sandbox.")
+    digest: str = Field(default="", description="Of the grader and its assets: two grades of one digest are alike.")
+
+
 class _OfTrial(Contract):
     # What each message about a trial begins with.
     slot: Slot
@@ -312,6 +338,10 @@ class TrialDispatch(_OfTrial):
     out_limit: Bytes = Field(default=64 * MIB, description="How much of /out is kept.")
     run_id: str = ""
     container: ContainerSpec | None = Field(default=None, description="None: the process sandbox.")
+    grader: GraderSpec | None = None
+    answer: Path | None = Field(
+        default=None, description="What was left to grade, as an archive: then there is no agent phase."
+    )
 
     @model_validator(mode="after")
     def _of_its_slot(self) -> Self:
@@ -323,6 +353,19 @@ class TrialDispatch(_OfTrial):
         return self
 
 
+class GradingReport(Contract):
+    """How the grading phase went. The verdict is in `grade` and nowhere else."""
+
+    ok: bool = Field(description="Whether there is a grade.")
+    error: AgentError | None = Field(default=None, description="Why there is none.")
+    exit_code: int | None = None
+    signal: int | None = None
+    usage: Usage | None = None
+    kill: KillReport | None = None
+    isolation: Isolation | None = None
+    grader_digest: str = ""
+
+
 class TrialCompletion(_OfTrial, Judged):
     """The message from a worker: how one attempt ended. Written to the attempt's folder before it is sent."""
 
@@ -332,6 +375,7 @@ class TrialCompletion(_OfTrial, Judged):
     exit_code: int | None = None
     signal: int | None = None
     grade: Grade | None = None
+    grading: GradingReport | None = Field(default=None, description="None: it was not graded.")
     retry_after_s: Seconds | None = Field(default=None, description="When a provider allows the next attempt.")
     dropped: Dropped = Dropped()
     usage: Usage | None = Field(default=None, description="None: the agent was never started, or its worker is lost.")

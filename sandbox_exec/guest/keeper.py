@@ -91,12 +91,13 @@ class _Keeper:
             if slot["network"] == "none":
                 view.make_network()
             scratch = view.add_slot_mounts(slot["disk"], slot["files"], uid, gid, boot["view"])
-            os.chdir("/workspace")
+            os.chdir(view.home_of(boot["view"]["role"]))
         else:
             os.mkdir(slot["scratch"], 0o755)
-            view.fill_scratch(slot["scratch"], uid, gid)
+            role = boot["view"]["role"]
+            view.fill_scratch(slot["scratch"], uid, gid, role)
             scratch = os.open(slot["scratch"], os.O_RDONLY | os.O_DIRECTORY)
-            os.chdir(slot["scratch"] + "/workspace")
+            os.chdir(slot["scratch"] + view.home_of(role))
             if k.SUPPORTED and boot["mode"] != "process-group":
                 k.set_subreaper()
         os.environ.update(slot["env"])

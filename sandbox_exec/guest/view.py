@@ -17,10 +17,32 @@ if TYPE_CHECKING:
 OLD = "/.old"
 SCRATCH = "/.scratch"
 TRACE = "/run/trace"
-# The writable places of a trial: where the agent sees them, and their names in the scratch folder.
-WRITABLE = {"/tmp": "tmp", "/workspace": "workspace", "/out": "out", "/dev/shm": "shm"}
 AGENT = "/agent"
+# The places of a trial: where its agent sees them, and their names in the scratch folder.
+WRITABLE = {"/tmp": "tmp", "/workspace": "workspace", "/out": "out", "/dev/shm": "shm"}
 READ_ONLY = {"/in": "in", AGENT: "agent"}
+# Those of its grader. What is only here was never in a view that an agent has been in, not even by name.
+_GRADERS_OWN = {"/tmp": "tmp", "/dev/shm": "shm", "/grade": "grade"}
+_LEFT = {"/workspace": "workspace", "/out": "out"}
+_GIVEN = {"/in": "in", "/grading": "grading"}
+AGENT_ROLE, GRADER_ROLE, WRITING_GRADER_ROLE = "agent", "grader", "grader-writable"
+ALL_PLACES = (*WRITABLE, *READ_ONLY, *_GRADERS_OWN, *_GIVEN)
+
+
+def places_of(role: str) -> tuple[dict[str, str], dict[str, str]]:
+    """What who plays that role can write, and what it can only read."""
+    if role == AGENT_ROLE:
+        return WRITABLE, READ_ONLY
+    if role == GRADER_ROLE:
+        return _GRADERS_OWN, _GIVEN | _LEFT
+    return _GRADERS_OWN | _LEFT, _GIVEN
+
+
+def home_of(role: str) -> str:
+    """Where it starts. A grader's own folder: what an agent left in /workspace must not be loaded by being there."""
+    return "/workspace" if role == AGENT_ROLE else "/grading"
+
+
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _DEVICE_LINKS = {
     "fd": "/proc/self/fd",
@@ -51,7 +73,8 @@ def enter(view: dict[str, Any]) -> None:
     os.mkdir(base + OLD)
     k.pivot_root(base, base + OLD)
     os.chdir("/")
-    for folder in ("/proc", "/dev/pts", "/dev/mqueue", "/run", SCRATCH, *WRITABLE, *READ_ONLY):
+    writable, read_only = places_of(view["role"])
+    for folder in ("/proc", "/dev/pts", "/dev/mqueue", "/run", SCRATCH, *writable, *read_only):
         os.makedirs(folder)
     _touch(TRACE)
     # Kept below the trial's own /proc: a user namespace may mount one only where it sees a whole one.
@@ -118,12 +141,13 @@ def add_slot_mounts(size: int, inodes: int, uid: int, gid: int, view: dict[str, 
     """
     flags = k.MS_NOSUID | k.MS_NODEV
     k.mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=755,size={size},nr_inodes={inodes}")
-    fill_scratch(SCRATCH, uid, gid)
+    writable, read_only = places_of(view["role"])
+    fill_scratch(SCRATCH, uid, gid, view["role"])
     scratch = os.open(SCRATCH, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kept = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in view["late"]}
-    for target, name in WRITABLE.items():
+    for target, name in writable.items():
         k.mount(f"{SCRATCH}/{name}", target, flags=k.MS_BIND)
-    for target, name in READ_ONLY.items():
+    for target, name in read_only.items():
         if target == AGENT and view["agent"]:
             continue  # the artifact is there
         k.mount(f"{SCRATCH}/{name}", target, flags=k.MS_BIND)
@@ -152,16 +176,17 @@ def add_slot_mounts(size: int, inodes: int, uid: int, gid: int, view: dict[str, 
 PIPES = ("trace", "stdout", "stderr", "result")
 
 
-def fill_scratch(path: str, uid: int, gid: int) -> None:
+def fill_scratch(path: str, uid: int, gid: int, role: str) -> None:
     """The folders, the pipes and the count of nanoseconds spent frozen, on every rung the same."""
-    for name in (*WRITABLE.values(), *READ_ONLY.values()):
+    writable, read_only = places_of(role)
+    for name in (*writable.values(), *read_only.values()):
         os.mkdir(f"{path}/{name}")
     with open(f"{path}/paused", "w") as file:
         file.write(f"{0:<20}")
     for name in PIPES:
         os.mkfifo(f"{path}/{name}", 0o600)
     if uid != os.geteuid():
-        for name in (*WRITABLE.values(), "trace", "stdout", "stderr"):  # an agent may open /dev/stdout
+        for name in (*writable.values(), "trace", "stdout", "stderr"):  # an agent may open /dev/stdout
             os.chown(f"{path}/{name}", uid, gid)
 
 

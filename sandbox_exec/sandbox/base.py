@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from sandbox_exec.contracts import ContainerSpec, Isolation, Limits
 
 Stream = Literal["stdout", "stderr", "trace", "result"]
+Role = Literal["agent", "grader", "grader-writable"]
 Ceiling = Literal["memory", "pids", "disk"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr", "trace", "result")
 
@@ -26,6 +27,8 @@ class Launch:
     trusted_results: bool = False
     staged: dict[str, bytes] = field(default_factory=dict)  # "in/task.json" -> its bytes
     workspace: Path | None = None  # what the working directory is filled from
+    role: Role = "agent"
+    assets: Path | None = None  # of a grader: what SANDBOX_EXEC_GRADING is filled from
     agent: Path | None = None  # the unpacked artifact, shown read-only at SANDBOX_EXEC_AGENT
     container: ContainerSpec | None = None
     labels: dict[str, str] = field(default_factory=dict)  # by which its container is known: run, trial, attempt
@@ -105,6 +108,9 @@ class Sandbox(Protocol):
 
     def open_folder(self, name: str) -> int:
         """A handle on a folder that the trial wrote, such as "out". What is below it is hostile."""
+
+    def give(self, name: str) -> None:
+        """Make all that was put into a folder belong to who will run in here."""
 
     def close(self) -> None:
         """Release it; what still runs in it is killed."""

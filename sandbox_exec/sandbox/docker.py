@@ -31,7 +31,6 @@ import signal
 import socket
 import stat
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,20 +43,20 @@ from sandbox_exec.containment.ladder import nobodys_uid
 from sandbox_exec.contracts import ContainerSpec, Isolation, Limits
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import kernel
-from sandbox_exec.guest.view import TRACE, remove_scratch
+from sandbox_exec.guest.view import AGENT_ROLE, GRADER_ROLE, TRACE, home_of
 from sandbox_exec.sandbox import engine, owners
 from sandbox_exec.sandbox.base import End, Launch, Listener, Sandbox, Stream
 from sandbox_exec.sandbox.calls import Calls
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.process import places
-from sandbox_exec.sandbox.scratch import fill_workspace, is_full, open_folder, read_file, stage
+from sandbox_exec.sandbox.reaper import LABEL, remove_folder
+from sandbox_exec.sandbox.scratch import fill, give, is_full, open_folder, read_file, stage
 
-LABEL: Final = "sandbox-exec."  # what our labels begin with: run, trial, attempt, owner, deadline
-SCRATCH: Final = "sandbox-exec-docker-"  # what the names of scratch folders begin with; the owner's name follows
 _AFTER_DEADLINE_S: Final = 60.0  # what staging, the grace and a kill take at most; then nobody wants the container
 _ROOT_LOOK_S: Final = 2.0  # between two looks at what was written to the container's root: the engine has to walk it
 _BOX_LOOK_S: Final = 0.5  # and between those at plain folders
 _EOF_S: Final = 2.0  # for the rest of the output, once the container has ended
+_GONE_S: Final = 5.0  # for the engine to say how a container ended that has; it takes some milliseconds
 _SHM_BYTES: Final = 64 << 20  # the engine's own default
 _FRAME: Final = struct.Struct(">BxxxI")  # before each piece of output: which stream, how long
 _STREAM: Final[dict[int, Stream]] = {1: "stdout", 2: "stderr"}
@@ -80,7 +79,17 @@ class _Made:
     container: str = ""
     output: socket.socket | None = None
     image_id: str | None = None
+    user: tuple[int | None, int | None] = (None, None)
     steps_s: dict[str, float] = field(default_factory=dict)
+
+
+    def give(self, name: str) -> None:
+        """Make a folder of the box the agent's own."""
+        uid, gid = self.user
+        if uid is not None and os.geteuid() == 0:
+            give(self.box, name, uid, gid if gid is not None else uid)
+        elif uid is None or uid not in (0, os.geteuid()):
+            _open_to_all(self.folder / "box" / name)  # who that user is, only the image knows
 
 
 @dataclass
@@ -143,8 +152,7 @@ class DockerSandboxes:
             client = engine.connect()
             self._info = client.info()
             self._client = client
-        prefix = f"{SCRATCH}{self._owner}-"
-        made = _Made(Path(tempfile.mkdtemp(prefix=prefix)))
+        made = _Made(owners.make_folder(owners.DOCKER_SCRATCH))
         lap = _Laps(made.steps_s)
         try:
             image = self._image(spec)
@@ -153,7 +161,10 @@ class DockerSandboxes:
             uid, gid = self._user(spec)
             made.mounted = _make_box(made.folder, launch.limits)
             made.box = os.open(made.folder / "box", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._fill(made, launch, uid, gid)
+            try:
+                self._fill(made, launch, uid, gid)
+            except OSError as error:  # told apart here: the SDK's errors are OSErrors too
+                raise _NotFilled(str(error)) from error
             lap("stage")
             made.container = self._create(made, launch, image, uid, gid)
             lap("create")
@@ -187,8 +198,9 @@ class DockerSandboxes:
     def _fill(self, made: _Made, launch: Launch, uid: int | None, gid: int | None) -> None:
         scratch = os.open(made.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            for name in ("in", "agent"):
-                os.mkdir(name, 0o755, dir_fd=scratch)
+            for name in ("in", "agent" if launch.role == AGENT_ROLE else "grading"):
+                os.mkdir(name, dir_fd=scratch)
+                os.chmod(name, 0o755, dir_fd=scratch)  # whatever the umask is
             for path, data in launch.staged.items():
                 stage(scratch, path, data)
         finally:
@@ -201,16 +213,13 @@ class DockerSandboxes:
             import fcntl
 
             fcntl.fcntl(made.trace, _F_SETPIPE_SZ, _PIPE_BYTES)
-        for name in ("workspace", "out"):
+        made.user = (uid, gid)
+        for name in _box_folders(launch.role):
             os.mkdir(name, dir_fd=made.box)
         if launch.workspace is not None:
-            own = os.geteuid() if uid is None or os.geteuid() != 0 else uid
-            fill_workspace(made.box, launch.workspace, own, os.getegid() if own == os.geteuid() else gid or own)
-        for name in ("workspace", "out"):
-            if uid is not None and os.geteuid() == 0:
-                os.chown(name, uid, gid or uid, dir_fd=made.box)
-            if uid is None or (os.geteuid() != 0 and uid not in (0, os.geteuid())):
-                _open_to_all(made.folder / "box" / name)  # who that user is, only the image knows
+            fill(made.box, "workspace", launch.workspace)
+        for name in _box_folders(launch.role):
+            made.give(name)
 
     def _create(self, made: _Made, launch: Launch, image: dict[str, Any], uid: int | None, gid: int | None) -> str:
         spec, limits, client = launch.container, launch.limits, self._client
@@ -219,7 +228,7 @@ class DockerSandboxes:
         labels[f"{LABEL}owner"] = self._owner
         if limits.timeout_s is not None:
             labels[f"{LABEL}deadline"] = f"{time.time() + limits.timeout_s + limits.grace_s + _AFTER_DEADLINE_S:.0f}"
-        env = {"LANG": "C.UTF-8", **places(""), **launch.env}
+        env = {"LANG": "C.UTF-8", **places("", launch.role), **launch.env}
         if limits.timeout_s is not None:
             env["SANDBOX_EXEC_DEADLINE_S"] = f"{limits.timeout_s:g}"
         name = "-".join(["sandbox-exec", launch.labels.get("trial", "trial"), made.folder.name.rpartition("-")[2]])
@@ -230,7 +239,7 @@ class DockerSandboxes:
             environment=env,
             labels=labels,
             user=spec.user or f"{uid}:{gid}",
-            working_dir="/workspace",
+            working_dir=home_of(launch.role),
             hostname="sandbox",
             network_disabled=False,
             healthcheck={"test": ["NONE"]},
@@ -243,20 +252,25 @@ class DockerSandboxes:
     def _host_config(self, made: _Made, launch: Launch, image: dict[str, Any]) -> dict[str, Any]:
         spec, limits, folder = launch.container, launch.limits, made.folder
         assert spec is not None
+        is_agent, writes = launch.role == AGENT_ROLE, launch.role != GRADER_ROLE
+        given = ("agent", launch.agent) if is_agent else ("grading", launch.assets)
         binds = [
             _bind(folder / "in", "/in", read_only=True),
-            _bind(launch.agent or folder / "agent", "/agent", read_only=True),
-            _bind(folder / "box" / "workspace", "/workspace"),
-            _bind(folder / "box" / "out", "/out"),
+            _bind(given[1] or folder / given[0], f"/{given[0]}", read_only=True),
+            _bind(folder / "box" / "workspace", "/workspace", read_only=not writes),
+            _bind(folder / "box" / "out", "/out", read_only=not writes),
+            *([] if is_agent else [_bind(folder / "box" / "grade", "/grade")]),
             _bind(folder / "trace", TRACE),
             *(_bind(path, str(path), read_only=True) for path in limits.readable),
         ]
         room = f"rw,nosuid,nodev,exec,size={limits.disk},nr_inodes={limits.files},mode=1777"
         # A volume that the image asks for would be a folder of the engine's without a limit, with a life of its own.
-        volumes = (image.get("Config") or {}).get("Volumes") or {}
+        # Where a place of ours is, none is made.
+        taken = {"/tmp", *(bind["Target"] for bind in binds)}
+        volumes = {os.path.normpath(path) for path in (image.get("Config") or {}).get("Volumes") or {}} - taken
         config: dict[str, Any] = self._client.create_host_config(
             mounts=binds,
-            tmpfs={"/tmp": room, **{path: room for path in volumes if path not in ("/workspace", "/out", "/tmp")}},
+            tmpfs={"/tmp": room, **{path: room for path in sorted(volumes)}},
             network_mode=spec.network,
             read_only=spec.read_only,
             cap_drop=["ALL"],
@@ -274,7 +288,8 @@ class DockerSandboxes:
         if limits.pids is not None:
             config["PidsLimit"] = limits.pids + 1  # the init is ours
         if limits.cpus is not None:
-            config["NanoCpus"] = int(limits.cpus * 1e9)
+            there = self._info.get("NCPU") or limits.cpus  # the engine refuses more than there are
+            config["NanoCpus"] = int(min(limits.cpus, there) * 1e9)
         return config
 
     # ---
@@ -328,6 +343,7 @@ class DockerSandbox:
         self._output_open = True
         self._ended: dict[str, Any] | None = None  # what the engine said of its end
         self._gone = False  # what its pidfd says
+        self._gone_at_s = 0.0
         self._fault = ""
         self._ended_at_s = 0.0
         self._next_look_s = {"root": 0.0, "box": 0.0}
@@ -417,6 +433,9 @@ class DockerSandbox:
     def open_folder(self, name: str) -> int:
         return open_folder(self.made.box, name)
 
+    def give(self, name: str) -> None:
+        self.made.give(name)
+
     def close(self) -> None:
         self.kill()
 
@@ -476,7 +495,7 @@ class DockerSandbox:
     def _on_gone(self) -> None:
         """All processes have ended. The engine will say how; if it can."""
         self._loop.remove(self._pidfd)
-        self._gone = True
+        self._gone, self._gone_at_s = True, time.monotonic()
         self._look_at_usage()  # before the engine removes the cgroup
         if self._fault:
             self._finish()
@@ -598,6 +617,11 @@ class DockerSandbox:
         if self._ended is not None:
             self._finish_if_quiet()
             return
+        if self._gone:
+            if now_s - self._gone_at_s > _GONE_S:
+                self._fault = f"{engine.explain(TimeoutError())}; how the container ended is not known"
+                self._finish()
+            return
         self._look_at_usage()
         if self._looking or self._listener is None:
             return
@@ -654,6 +678,10 @@ class DockerSandbox:
         self._calls.make(call, told)
 
 
+class _NotFilled(Exception):
+    """Why what a trial is given cannot be put into its places: no fault of the engine's."""
+
+
 class _Laps:
     """How long each step took."""
 
@@ -669,15 +697,21 @@ def _failed(error: BaseException, spec: ContainerSpec | None) -> End:
     """Whose fault it is that there is no container, or that it did not start."""
     if isinstance(error, SandboxUnavailable):
         return End(fault=str(error))
-    if spec is not None and engine.is_missing(error):
+    if isinstance(error, _NotFilled):
+        return End(setup=f"the sandbox cannot be filled: {error}")
+    if spec is not None and engine.is_missing(error) and "image" in str(error).lower():
         return End(
             setup=f"there is no image {spec.image!r}: build it (sandbox-exec images build), or pull it (docker pull)"
         )
-    if isinstance(error, OSError) and not engine.is_down(error):
-        return End(setup=f"the sandbox cannot be filled: {error}")
     if engine.is_down(error) or engine.is_full(error):
         return End(fault=engine.explain(error))
+    if not engine.is_answer(error):  # no room for a folder of ours, no more descriptors
+        return End(fault=f"the sandbox cannot be made: {type(error).__name__}: {error}")
     return End(setup=engine.explain(error))
+
+
+def _box_folders(role: str) -> tuple[str, ...]:
+    return ("workspace", "out") if role == AGENT_ROLE else ("workspace", "out", "grade")
 
 
 def _make_box(folder: Path, limits: Limits) -> bool:
@@ -715,21 +749,18 @@ def _unmake(made: _Made, client: Any) -> None:
         remove_folder(made.folder)
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove a scratch folder, mounted or not."""
-    with contextlib.suppress(OSError):
-        kernel.umount(str(folder / "box"))
-    remove_scratch(str(folder))
-
-
 def _attach(client: Any, container: str) -> socket.socket:
     """The raw connection that stdout and stderr will come over."""
     params = {"stdout": 1, "stderr": 1, "stream": 1}
     stream = client.attach_socket(container, params=params)
     raw: socket.socket = getattr(stream, "_sock", stream)
-    own = socket.socket(fileno=os.dup(raw.fileno()))  # the SDK's object holds the response, and closes with it
-    stream.close()
+    own = socket.socket(fileno=os.dup(raw.fileno()))
     own.setblocking(False)
+    response = getattr(stream, "_response", None)  # which holds the connection, whatever becomes of the stream
+    if response is not None:
+        response.close()
+    stream.close()
+    raw.close()
     return own
 
 

@@ -14,6 +14,7 @@ import docker
 import docker.constants
 import docker.errors
 import requests
+import urllib3
 
 from sandbox_exec.errors import SandboxUnavailable
 
@@ -23,12 +24,14 @@ _HOST: Final = "DOCKER_HOST"
 _DEFAULT: Final = "unix:///var/run/docker.sock"
 _START_ONE: Final = "start it (systemctl start docker), or name another in DOCKER_HOST"
 
-EngineErrors: Final = (docker.errors.DockerException, requests.RequestException, OSError)
+Missing: Final = docker.errors.NotFound
+EngineErrors: Final = (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError)
 """All that a call of the engine can raise."""
 
 
-def connect(timeout_s: float = ANSWER_S) -> Any:
+def connect(timeout_s: float | None = None) -> Any:
     """Return a client that the engine has answered. Raises `SandboxUnavailable` with what to do."""
+    timeout_s = ANSWER_S if timeout_s is None else timeout_s
     try:
         probe = _client(MIN_API, timeout_s)
         try:
@@ -39,11 +42,11 @@ def connect(timeout_s: float = ANSWER_S) -> Any:
         if found < _numbers(MIN_API):
             raise SandboxUnavailable(
                 f"the Docker engine at {address()} is too old: it speaks version {version} of its API, and "
-                f"{MIN_API} is needed (engine 19.03)"
+                f"{MIN_API} is needed: install engine 19.03 or later, or name another in DOCKER_HOST"
             )
         newest = docker.constants.DEFAULT_DOCKER_API_VERSION
         return _client(version if found < _numbers(newest) else newest, timeout_s)
-    except EngineErrors as error:
+    except (*EngineErrors, KeyError, ValueError) as error:  # what answers there may be no engine
         raise SandboxUnavailable(explain(error)) from error
 
 
@@ -63,12 +66,23 @@ def is_down(error: BaseException) -> bool:
     """Whether it is the engine that is not there or does not answer, rather than what was asked of it."""
     if isinstance(error, docker.errors.APIError):
         return error.response is not None and error.response.status_code in (502, 503, 504)
-    return isinstance(error, EngineErrors)
+    # A plain OSError, such as a file that is not there, is of our own doing; those of a socket are not.
+    return isinstance(error, (*EngineErrors[:-1], SandboxUnavailable, ConnectionError, TimeoutError))
+
+
+def is_answer(error: BaseException) -> bool:
+    """Whether it is what the engine said to what it was asked."""
+    return isinstance(error, docker.errors.APIError)
 
 
 def is_missing(error: BaseException) -> bool:
     """Whether the container or image that was asked for is not there."""
     return isinstance(error, docker.errors.NotFound)
+
+
+def is_being_removed(error: BaseException) -> bool:
+    """Whether another removes that container right now."""
+    return isinstance(error, docker.errors.APIError) and "already in progress" in str(error)
 
 
 def is_full(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ DOCKER_SCRATCH: Final = "sandbox-exec-docker-"  # what the names of folders begi
 PROCESS_SCRATCH: Final = "sandbox-exec-scratch-"
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NOWHERE = "nowhere-0"  # without /proc nobody can be found again
 
 
 def name_of(pid: int) -> str:
@@ -37,7 +38,7 @@ def find(name: str) -> int | None:
 
 def state_of(name: str) -> Literal["alive", "dead", "unknown"]:
     """Whether the process lives. Unknown: it is of another boot, pid namespace or machine, or hidden from us."""
-    if not name.endswith(f"-{_place()}"):
+    if not name.endswith(f"-{_place()}") or name.endswith(_NOWHERE):
         return "unknown"
     pid, born, *_ = name.split("-")
     try:
@@ -77,7 +78,10 @@ def _birth(pid: int) -> str | None:
 
 
 def _place() -> str:
-    return f"{_BOOT.read_text()[:8]}-{os.stat('/proc/self/ns/pid').st_ino}"
+    try:
+        return f"{_BOOT.read_text()[:8]}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return _NOWHERE
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -29,10 +29,11 @@ from sandbox_exec.containment.view import account_files
 from sandbox_exec.contracts import Isolation, Limits, Rung
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import keeper, wire
-from sandbox_exec.guest.view import AGENT, PIPES, remove_scratch
+from sandbox_exec.guest.view import AGENT, AGENT_ROLE, PIPES, remove_scratch
+from sandbox_exec.sandbox import owners
 from sandbox_exec.sandbox.base import Ceiling, End, Launch, Listener, Stream
 from sandbox_exec.sandbox.loop import Loop
-from sandbox_exec.sandbox.scratch import fill_workspace, is_full, open_folder, read_file, stage
+from sandbox_exec.sandbox.scratch import fill, give, is_full, open_folder, read_file, stage
 from sandbox_exec.sandbox.zygote import Zygote, ZygoteLink
 
 _DRAIN = 64  # reads of a pipe after the end; more than it holds, unless a survivor still writes
@@ -55,9 +56,10 @@ class Shape:
     memory: int | None  # watched by the keeper, where no cgroup does
     pids: int | None
     agent: Path | None = None  # the unpacked artifact
+    role: str = AGENT_ROLE
 
     @classmethod
-    def of(cls, limits: Limits, cgroups: Cgroups, agent: Path | None = None) -> Shape:
+    def of(cls, limits: Limits, cgroups: Cgroups, agent: Path | None = None, role: str = AGENT_ROLE) -> Shape:
         return cls(
             timeout_s=limits.timeout_s,
             disk=limits.disk,
@@ -66,6 +68,7 @@ class Shape:
             memory=None if "memory" in cgroups.homes else limits.memory,
             pids=None if "pids" in cgroups.homes else limits.pids,
             agent=agent,
+            role=role,
         )
 
 
@@ -91,7 +94,7 @@ def boot_zygote(
             "prefix": sys.prefix,
             "exec_prefix": sys.exec_prefix,
         },
-        "env": base_environment() | (places("") if containment.rung.namespaced else {}),
+        "env": base_environment() | (places("", view.role) if containment.rung.namespaced else {}),
     }
     return Zygote(boot, tuple(cgroups.parents.values()) if cgroups else ())
 
@@ -103,16 +106,18 @@ def base_environment() -> dict[str, str]:
     return {"PATH": ":".join(dict.fromkeys([*own, *system])), "LANG": "C.UTF-8"}
 
 
-def places(base: str) -> dict[str, str]:
+def places(base: str, role: str = AGENT_ROLE) -> dict[str, str]:
     """The contract's names for the places of a sandbox; `base` is empty where they are at the root."""
-    return {
+    names = {
         "HOME": f"{base}/tmp",
         "SANDBOX_EXEC_IN": f"{base}/in",
         "SANDBOX_EXEC_WORKSPACE": f"{base}/workspace",
-        "SANDBOX_EXEC_AGENT": f"{base}/agent",
         "SANDBOX_EXEC_OUT": f"{base}/out",
         "SANDBOX_EXEC_TRACE": f"{base}/trace" if base else "/run/trace",
     }
+    if role == AGENT_ROLE:
+        return names | {"SANDBOX_EXEC_AGENT": f"{base}{AGENT}"}
+    return names | {"SANDBOX_EXEC_GRADING": f"{base}/grading", "SANDBOX_EXEC_GRADE": f"{base}/grade/grade.json"}
 
 
 class ProcessSandbox:
@@ -199,8 +204,12 @@ class ProcessSandbox:
             for path, data in launch.staged.items():
                 stage(self._scratch, path, data)
             if launch.workspace is not None:
-                fill_workspace(self._scratch, launch.workspace, self._uid, self._gid)
-            self.spent = self.spent or bool(launch.staged) or launch.workspace is not None
+                fill(self._scratch, "workspace", launch.workspace)
+                self.give("workspace")
+            if launch.assets is not None:
+                fill(self._scratch, "grading", launch.assets)
+                self.give("grading")
+            self.spent = self.spent or bool(launch.staged) or launch.workspace is not None or launch.role != "agent"
         except OSError as error:  # such as an input that is larger than the trial's disk
             self._refuse(setup=f"the sandbox cannot be filled: {error}")
             return
@@ -274,6 +283,9 @@ class ProcessSandbox:
 
     def read_file(self, path: str, limit: int) -> bytes | None:
         return read_file(self._scratch, path, limit)
+
+    def give(self, name: str) -> None:
+        give(self._scratch, name, self._uid, self._gid)
 
     def close(self) -> None:
         """Closing the channel is the word: the keeper kills all and ends. `on_gone` follows."""
@@ -484,7 +496,7 @@ class ProcessSandbox:
 
 def _places_and_deadline(scratch: Path | None, shape: Shape) -> dict[str, str]:
     """What of the environment is the same for all trials of a slot. Nothing of one trial's own is in it."""
-    env = places(str(scratch)) if scratch else {}
+    env = places(str(scratch), shape.role) if scratch else {}
     if scratch and shape.agent is not None:
         env["SANDBOX_EXEC_AGENT"] = str(shape.agent)
     if shape.timeout_s is not None:

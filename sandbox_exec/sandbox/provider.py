@@ -11,11 +11,13 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from sandbox_exec.containment import Containment, PoolCgroups, SlotCgroup, View, build_view, choose
 from sandbox_exec.containment.ladder import UIDS_PER_PROCESS
 from sandbox_exec.contracts import Limits, Rung
 from sandbox_exec.errors import SandboxExecError, SandboxUnavailable
+from sandbox_exec.guest.view import AGENT_ROLE
 from sandbox_exec.sandbox.base import End, Launch, Sandbox
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.process import ProcessSandbox, Shape, boot_zygote, probe, scratch_base
@@ -48,16 +50,17 @@ def take_uids(count: int) -> range:
 
 
 class SlotPlaces:
-    """One slot of a provider, as `Places`: lent again while it is clean."""
+    """Two slots of a provider, as `Places`: one for agents, lent again while it is clean, and one for graders."""
 
-    def __init__(self, provider: Provider, slot: int) -> None:
-        self._provider, self._slot = provider, slot
+    def __init__(self, provider: Provider, agents: int = 0, graders: int = 1) -> None:
+        self._provider, self._agents, self._graders = provider, agents, graders
 
     def acquire(self, launch: Launch, on_ready: Callable[[Sandbox], None], on_failure: Callable[[End], None]) -> None:
         def failed(reason: str) -> None:
             on_failure(End(fault=reason))
 
-        self._provider.acquire(self._slot, launch.limits, on_ready, failed, agent=launch.agent)
+        slot = self._agents if launch.role == AGENT_ROLE else self._graders
+        self._provider.acquire(slot, launch.limits, on_ready, failed, agent=launch.agent, role=launch.role)
 
     def release(self, sandbox: Sandbox, then: Callable[[], None]) -> None:
         then()
@@ -106,14 +109,18 @@ class Provider:
         on_failure: OnFailure,
         tries: int = _TRIES,
         agent: Path | None = None,
+        role: str = AGENT_ROLE,
     ) -> None:
         """Call back with a sandbox for these limits and this artifact: at once if the slot's last one will do."""
+        again = functools.partial(
+            self._again, slot, limits, on_ready, on_failure, tries=tries - 1, agent=agent, role=role
+        )
         try:
-            view = self._view(limits, agent)
+            view = self._view(limits, agent, role)
         except (OSError, SandboxExecError, Warning) as error:  # a path, or a warning that its caller made an error
             on_failure(str(error))
             return
-        shape = Shape.of(limits, self.containment.cgroups, agent)
+        shape = Shape.of(limits, self.containment.cgroups, agent, role)
         sandbox = self._sandboxes.get(slot)
         if sandbox is not None:
             fits = sandbox.shape == shape and self._made_in[sandbox] == (view, self._generation)
@@ -126,7 +133,7 @@ class Provider:
             never_ready = self._sandboxes.get(slot) is sandbox and not sandbox.was_ready
             self._forget(slot, sandbox)
             if never_ready:
-                self._again(slot, limits, on_ready, on_failure, tries, agent, sandbox.failure or "the zygote ended")
+                again(sandbox.failure or "the zygote ended")
 
         try:
             zygote = self._zygote(view)
@@ -144,25 +151,18 @@ class Provider:
             )
         except (OSError, SandboxUnavailable) as error:
             self._drop_zygote(view)
-            self._again(slot, limits, on_ready, on_failure, tries, agent, str(error))
+            again(str(error))
             return
         self._sandboxes[slot] = sandbox
         self._made_in[sandbox] = (view, self._generation)
 
     def _again(
-        self,
-        slot: int,
-        limits: Limits,
-        on_ready: OnReady,
-        on_failure: OnFailure,
-        tries: int,
-        agent: Path | None,
-        reason: str,
+        self, slot: int, limits: Limits, on_ready: OnReady, on_failure: OnFailure, reason: str, tries: int, **more: Any
     ) -> None:
-        if tries <= 1:
+        if tries < 1:
             on_failure(reason)
         else:
-            self.acquire(slot, limits, on_ready, on_failure, tries - 1, agent)
+            self.acquire(slot, limits, on_ready, on_failure, tries, **more)
 
     def preload(self, module: str) -> None:
         """Load a module into the zygotes, for all sandboxes from now on."""
@@ -200,12 +200,11 @@ class Provider:
 
     # --- parts ---
 
-    def _view(self, limits: Limits, agent: Path | None) -> View:
-        # On the rungs without mounts it is seen where it is.
-        shown = agent if agent is not None and self.containment.rung.namespaced else None
-        key = (limits.readable, limits.hidden, shown)
+    def _view(self, limits: Limits, agent: Path | None, role: str) -> View:
+        shown = agent if self.containment.rung.namespaced else None  # else it is seen where it is
+        key = (limits.readable, limits.hidden, shown, role)
         if key not in self._views:
-            self._views[key] = build_view(limits.readable, limits.hidden, shown)
+            self._views[key] = build_view(limits.readable, limits.hidden, shown, role)
         return self._views[key]
 
     def _zygote(self, view: View) -> ZygoteLink:

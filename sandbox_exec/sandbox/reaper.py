@@ -178,7 +178,7 @@ def _remove(client: Any, container: str) -> None:
             return
         if not engine.is_being_removed(error):
             raise
-        with contextlib.suppress(*engine.Missing):
+        with contextlib.suppress(engine.Missing):
             client.wait(container, condition="removed")  # by another sweep
 
 

@@ -48,20 +48,30 @@ def stage(scratch: int, path: str, data: bytes) -> None:
     try:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=parent)
         with open(fd, "wb") as file:
+            os.fchmod(fd, 0o644)  # whatever the umask is: the agent is another user
             file.write(data)
     finally:
         os.close(parent)
 
 
-def fill_workspace(scratch: int, source: Path, uid: int, gid: int) -> None:
-    """Copy a folder in, before the agent is there; its files become the agent's."""
-    target = f"/proc/self/fd/{scratch}/workspace"
-    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-    if uid != os.geteuid():
-        for folder, folders, files in os.walk(target):
-            for name in (*folders, *files):
-                os.chown(os.path.join(folder, name), uid, gid, follow_symlinks=False)
-        os.chown(target, uid, gid)
+def fill(scratch: int, name: str, source: Path) -> None:
+    """Copy a folder, or a file, into one of the places, before anybody is there. Links stay links."""
+    target = f"/proc/self/fd/{scratch}/{name}"
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.copy(source, target)
+
+
+def give(scratch: int, name: str, uid: int, gid: int) -> None:
+    """Make a place, and all in it, somebody's."""
+    if uid == os.geteuid():
+        return
+    top = f"/proc/self/fd/{scratch}/{name}"
+    for folder, folders, files in os.walk(top):
+        for inner in (*folders, *files):
+            os.chown(os.path.join(folder, inner), uid, gid, follow_symlinks=False)
+    os.chown(top, uid, gid)
 
 
 def is_full(scratch: int) -> bool:
