@@ -61,6 +61,7 @@ from sandbox_exec.contracts import (
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.control import ControlServer, Request
 from sandbox_exec.errors import ProtocolFault, SandboxUnavailable, StoreFull
+from sandbox_exec.graders import FUNCTIONS, Graders, hidden_from_agents
 from sandbox_exec.schedule.board import Board
 from sandbox_exec.schedule.retries import NextAttempt, RetryPolicy, timeout_factor
 from sandbox_exec.schedule.scheduler import Decisions, decide, verdict_at_commit
@@ -70,7 +71,6 @@ from sandbox_exec.store.room import has_room, one_error
 
 PAUSE_S: Final = 10.0  # for all workers to freeze their trials
 STOP_S: Final = 30.0  # for all workers to kill theirs; one that hangs is ended before
-FUNCTIONS: Final = "functions"  # in the run's folder: the pickled functions of agents that are functions
 _KEPT: Final = 64  # completions in memory; the others are read again from their files when their turn comes
 _BUDGET_SHARE: Final = 0.8  # of the machine's memory, where the design names no budget
 
@@ -137,12 +137,14 @@ class Coordinator:
         self._artifacts = artifacts or {}  # by variant
         self._images = images or {}  # what each name was at the start of the run
         self._run_id = store.run().run_id
+        self._graders = Graders(experiment, store.folder, self._images)
         self._callbacks = list(callbacks)
         self._clock = clock or MonotonicClock()
         self._at = at
         self._tasks = {task.id: task for task in experiment.tasks}
         self._variants = {variant.id: variant for variant in experiment.variants}
         self._limits_for = functools.cache(lambda timeout_s, variant_id: self._resolve(timeout_s, variant_id))
+        self._hidden = hidden_from_agents(experiment)
         self._policy = RetryPolicy(experiment.design.infra_retries)
         self._trials: dict[int, _Trial] = {}
         self._mode: Mode = "running"
@@ -357,6 +359,7 @@ class Coordinator:
             out_limit=self.experiment.sandbox.out_limit,
             run_id=self._run_id,
             container=self._container(task),
+            grader=self._graders.of(task),
         )
 
     def _container(self, task: Task) -> ContainerSpec | None:
@@ -376,7 +379,7 @@ class Coordinator:
     def _resolve(self, timeout_s: float | None, variant_id: str) -> tuple[Limits, Variant]:
         """Once for each variant and timeout: thousands of tasks share them."""
         task = next(task for task in self.experiment.tasks if task.protocol.timeout_s == timeout_s)
-        return resolve(self.experiment.limits(task), self._variants[variant_id], self.experiment.base)
+        return resolve(self.experiment.limits(task), self._variants[variant_id], self.experiment.base, self._hidden)
 
     # --- what the workers say ---
 
@@ -647,8 +650,8 @@ class Coordinator:
 
 def limits_of(experiment: Experiment) -> list[Limits]:
     """The limits of all that an experiment will dispatch, retries with more time aside."""
-    tasks = {experiment.limits(task) for task in experiment.tasks}
-    return [resolve(limits, variant, experiment.base)[0] for limits in tasks for variant in experiment.variants]
+    tasks, hidden = {experiment.limits(task) for task in experiment.tasks}, hidden_from_agents(experiment)
+    return [resolve(limits, variant, experiment.base, hidden)[0] for limits in tasks for variant in experiment.variants]
 
 
 def is_counted(status: Status) -> bool:
@@ -656,8 +659,11 @@ def is_counted(status: Status) -> bool:
     return status.blame not in (Blame.INFRA, Blame.PROVIDER, Blame.RUN)
 
 
-def resolve(limits: Limits, variant: Variant, base: Path) -> tuple[Limits, Variant]:
-    """Words of a command, and modules, that are files beside the experiment are shown to the agent; no other there."""
+def resolve(limits: Limits, variant: Variant, base: Path, hidden: Sequence[Path] = ()) -> tuple[Limits, Variant]:
+    """Words of a command, and modules, that are files beside the experiment are shown to the agent; no other there.
+
+    What belongs to the grading is hidden, unless the agent's own command or the experiment shows it by name.
+    """
     agent = variant.agent
     shown: list[Path] = []
     if agent.command is not None:
@@ -674,6 +680,9 @@ def resolve(limits: Limits, variant: Variant, base: Path) -> tuple[Limits, Varia
         shown = [path for path in (base / f"{top}.py", base / top) if path.exists()]
     if shown:
         limits = limits.model_copy(update={"readable": tuple(dict.fromkeys([*limits.readable, *shown]))})
+    unseen = [path for path in hidden if path not in limits.readable]
+    if unseen:
+        limits = limits.model_copy(update={"hidden": tuple(dict.fromkeys([*limits.hidden, *unseen]))})
     return limits, variant
 
 

@@ -107,12 +107,12 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
     frozen, _ = freeze_functions(experiment)
     said = frozen.model_dump(mode="json", exclude={"base", "sources"}, exclude_defaults=True)
     said.get("design", {}).pop("max_concurrency", None)
-    digests = {f"variant {one['id']!r}": _json_digest(one) for one in said["variants"]}
+    digests = {f"variant {one['id']!r}": json_digest(one) for one in said["variants"]}
     said["variants"] = [one["id"] for one in said["variants"]]  # their order is the schedule's
     for name in ("name", "seed", "tasks", "variants", "design", "sandbox", "grading"):
-        digests[f"the experiment's {name}"] = _json_digest(said.get(name) or None)
+        digests[f"the experiment's {name}"] = json_digest(said.get(name) or None)
     for path in sorted({*_input_files(frozen)}):
-        digests[_relative(path, frozen.base)] = _path_digest(path)
+        digests[_relative(path, frozen.base)] = path_digest(path)
     return digests
 
 
@@ -503,7 +503,8 @@ def _relative(path: str, base: Path) -> str:
     return os.path.relpath(path, base) if Path(path).is_relative_to(base) else path
 
 
-def _path_digest(path: str) -> str:
+def path_digest(path: str) -> str:
+    """The digest of a file or a folder; MISSING if there is none."""
     try:
         return _tree_digest(path) if stat.S_ISDIR(os.stat(path).st_mode) else _file_digest(path)
     except FileNotFoundError:
@@ -540,7 +541,8 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _json_digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
+    """The digest of a value that JSON can say."""
     return _sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 

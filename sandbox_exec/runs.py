@@ -26,7 +26,7 @@ from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.containment import require
 from sandbox_exec.contracts import Contract, Experiment, Rung, Status
 from sandbox_exec.control import ask
-from sandbox_exec.coordinator import FUNCTIONS, Coordinator, Ending, RunCallback, limits_of
+from sandbox_exec.coordinator import Coordinator, Ending, RunCallback, limits_of
 from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, InvalidValue, RunNotActive, SandboxUnavailable
 from sandbox_exec.experiment import (
     MISSING,
@@ -36,6 +36,7 @@ from sandbox_exec.experiment import (
     input_digests,
     load_experiment,
 )
+from sandbox_exec.graders import FUNCTIONS, images_of, limits_of_graders
 from sandbox_exec.guest.view import remove_scratch
 from sandbox_exec.sandbox import reaper
 from sandbox_exec.sandbox.provider import chosen
@@ -310,8 +311,7 @@ def _image_digests(experiment: Experiment) -> dict[str, str]:
         return {}
     from sandbox_exec.images import resolve
 
-    wanted = {task.image or experiment.sandbox.image or "" for task in experiment.tasks}
-    return {f"{_IMAGE}{name}": found or MISSING for name, found in resolve(sorted(wanted)).items()}
+    return {f"{_IMAGE}{name}": found or MISSING for name, found in resolve(sorted(images_of(experiment))).items()}
 
 
 def sweep(*, everything: bool = False) -> Reaped:
@@ -337,11 +337,14 @@ def _at_once(experiment: Experiment, trials: int) -> Experiment:
 
 
 def _local_backend(experiment: Experiment, containment: str) -> LocalBackend:
+    grading = experiment.grading
     functions = any(variant.agent.function is not None for variant in experiment.variants)
+    functions = functions or (grading is not None and grading.function is not None)
     in_docker = experiment.sandbox.kind == "docker"
     return LocalBackend(
         experiment.design.max_concurrency,
         limits=() if in_docker else limits_of(experiment),
+        graders=limits_of_graders(experiment),
         docker=in_docker,
         containment=containment,
         preload=["cloudpickle"] if functions else [],  # what their pickles are made of
@@ -354,7 +357,7 @@ def _check_run(experiment: Experiment, workers: int | None, containment: str, ba
         raise InvalidValue(f"workers is {workers}; at least 1 is needed")
     if containment not in ("auto", *Rung):
         raise InvalidValue(f"there is no containment {containment!r}; allowed: auto, {', '.join(Rung)}")
-    faults = [*_not_built(experiment), *_not_in_docker(experiment), *_not_in_environment(experiment)]
+    faults = [*_not_in_docker(experiment), *_not_in_environment(experiment)]
     if faults:
         raise InvalidExperiment("\n  ".join(["this experiment cannot be run:", *faults]))
     if (
@@ -365,15 +368,6 @@ def _check_run(experiment: Experiment, workers: int | None, containment: str, ba
         found = chosen(containment)
         for limits in limits_of(experiment):
             require(found, limits)
-
-
-def _not_built(experiment: Experiment) -> Iterable[str]:
-    if experiment.grading is not None:
-        yield "grading: is not built yet; without it, a trial's result is kept and not judged"
-    for task in experiment.tasks:
-        if task.grading is not None:
-            yield f"task {task.id!r}: grading is not built yet; without it, the result is kept and not judged"
-            break  # if one has it, so have most
 
 
 def _check_artifacts(experiment: Experiment) -> None:

@@ -135,7 +135,7 @@ class Bench:
         done: list[TrialCompletion] = []
         self.started: list[Sandbox] = []
         places = SlotPlaces(self._provider)
-        executor = Executor(dispatch, self.folder, places, self._clock, self.started.append, done.append)
+        executor = Executor(dispatch, self.folder, lambda kind: places, self._clock, self.started.append, done.append)
         executor.start()
         if meanwhile is not None:
             meanwhile(executor)

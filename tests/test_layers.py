@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"store"},
     {"backends"},
     {"control"},
+    {"graders"},
     {"coordinator"},
     {"images"},
     {"pool", "runs", "doctor", "preflight", "report", "viewer"},

@@ -28,6 +28,7 @@ from sandbox_exec.containment.cgroups import make_room, step_up, sweep
 from sandbox_exec.contracts import ActiveTrial, Limits, TrialDispatch
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import entry, wire
+from sandbox_exec.guest.view import AGENT_ROLE
 from sandbox_exec.sandbox import owners, reaper
 from sandbox_exec.sandbox.calls import Calls
 from sandbox_exec.sandbox.handles import socket_pair
@@ -76,9 +77,9 @@ class _Adopted:
 class LocalBackend:
     """See `WorkerBackend`. Workers are started when they are first needed.
 
-    `limits`: what will be dispatched, so that the zygotes for their views are started once and shared. `docker`: that
-    containers may be: they do not end with their worker, and so are removed when one is found dead. An adopted attempt
-    cannot be frozen, and `stop` kills its worker: it ends as lost, not as cancelled.
+    `limits`: what will be dispatched, and `graders` with their roles, so that the zygotes for their views are started
+    once and shared. `docker`: that containers may be: they do not end with their worker, and so are removed when one is
+    found dead. An adopted attempt cannot be frozen, and `stop` kills its worker: it ends as lost, not as cancelled.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class LocalBackend:
         workers: int,
         *,
         limits: Iterable[Limits] = (),
+        graders: Iterable[tuple[Limits, str]] = (),
         docker: bool = False,
         containment: str = "auto",
         preload: list[str] | None = None,
@@ -93,7 +95,8 @@ class LocalBackend:
         clock: Clock | None = None,
     ) -> None:
         self._size, self._hung_s = workers, hung_s
-        views = {(tuple(map(str, one.readable)), tuple(map(str, one.hidden))) for one in limits}
+        wanted = [*((one, AGENT_ROLE) for one in limits), *graders]
+        views = {(tuple(map(str, one.readable)), tuple(map(str, one.hidden)), role) for one, role in wanted}
         self._settings = {
             "containment": str(containment),  # a member of an enum is refused on the wire
             "views": list(views),

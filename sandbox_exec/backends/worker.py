@@ -61,9 +61,12 @@ def host(control_fd: int) -> None:
         try:
             if settings["docker"]:
                 importlib.import_module("sandbox_exec.sandbox.docker")  # its SDK takes half a second: once for all
-            else:
+            if settings["views"] or not settings["docker"]:
                 containment = chosen(settings["containment"])
-            for view in {build_view(map(Path, readable), map(Path, hidden)) for readable, hidden in settings["views"]}:
+            for readable, hidden, role in settings["views"]:
+                view = build_view(map(Path, readable), map(Path, hidden), None, role)
+                if view in zygotes:
+                    continue
                 zygotes[view] = boot_zygote(
                     containment,
                     view,
@@ -228,8 +231,7 @@ class Worker:
         begin_folder(folder, data)
         dispatch = TrialDispatch.model_validate_json(data)
         self._beat_at_s = self._clock.now_s() + BEAT_S
-        places = self._places_for("process" if dispatch.container is None else "docker")
-        self._executor = Executor(dispatch, folder, places, self._clock, self._started, self._done)
+        self._executor = Executor(dispatch, folder, self._places_for, self._clock, self._started, self._done)
         self._executor.start()
 
     def _places_for(self, kind: str) -> Places:

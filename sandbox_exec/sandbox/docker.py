@@ -82,7 +82,6 @@ class _Made:
     user: tuple[int | None, int | None] = (None, None)
     steps_s: dict[str, float] = field(default_factory=dict)
 
-
     def give(self, name: str) -> None:
         """Make a folder of the box the agent's own."""
         uid, gid = self.user
@@ -270,7 +269,7 @@ class DockerSandboxes:
         volumes = {os.path.normpath(path) for path in (image.get("Config") or {}).get("Volumes") or {}} - taken
         config: dict[str, Any] = self._client.create_host_config(
             mounts=binds,
-            tmpfs={"/tmp": room, **{path: room for path in sorted(volumes)}},
+            tmpfs={"/tmp": room, **dict.fromkeys(sorted(volumes), room)},
             network_mode=spec.network,
             read_only=spec.read_only,
             cap_drop=["ALL"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from typing import Any, Final, cast
 
 import docker
@@ -33,6 +34,7 @@ def connect(timeout_s: float | None = None) -> Any:
     """Return a client that the engine has answered. Raises `SandboxUnavailable` with what to do."""
     timeout_s = ANSWER_S if timeout_s is None else timeout_s
     try:
+        _knock(timeout_s)
         probe = _client(MIN_API, timeout_s)
         try:
             version = probe.version(api_version=False)["ApiVersion"]
@@ -46,8 +48,17 @@ def connect(timeout_s: float | None = None) -> Any:
             )
         newest = docker.constants.DEFAULT_DOCKER_API_VERSION
         return _client(version if found < _numbers(newest) else newest, timeout_s)
-    except (*EngineErrors, KeyError, ValueError) as error:  # what answers there may be no engine
+    except (*EngineErrors, KeyError, TypeError, ValueError) as error:  # what answers there may be no engine
         raise SandboxUnavailable(explain(error)) from error
+
+
+def _knock(timeout_s: float) -> None:
+    """Whether anybody is there: the SDK leaves its own socket open where nobody is."""
+    scheme, _, path = address().partition("://")
+    if scheme == "unix":
+        with socket.socket(socket.AF_UNIX) as knocking:
+            knocking.settimeout(timeout_s)
+            knocking.connect(path)
 
 
 def _client(version: str, timeout_s: float) -> Any:

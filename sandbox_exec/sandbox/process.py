@@ -233,12 +233,17 @@ class ProcessSandbox:
         listener.on_started()
 
     def _argv(self, launch: Launch) -> tuple[str, ...]:
-        """Where nothing can be mounted, the artifact is not at /agent but where it was unpacked."""
-        if launch.agent is None or self._containment.rung.namespaced:
+        """Where nothing can be mounted, the places are not at the root: the artifact is where it was unpacked."""
+        if self._folder is None:
             return launch.argv
-        program, *rest = launch.argv
-        below = program.removeprefix(f"{AGENT}/")
-        return (program if below == program else str(launch.agent / below), *rest)
+        words = []
+        for word in launch.argv:
+            if launch.agent is not None and word.startswith(f"{AGENT}/"):
+                word = str(launch.agent / word.removeprefix(f"{AGENT}/"))
+            elif launch.role != AGENT_ROLE and word.startswith("/grading/"):
+                word = str(self._folder) + word
+            words.append(word)
+        return tuple(words)
 
     def _refuse(self, *, setup: str = "", fault: str = "") -> None:
         """Nothing has been started, and nothing will be in this sandbox."""

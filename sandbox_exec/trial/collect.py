@@ -120,7 +120,7 @@ class Collected:
 
 def collect(
     source: int,
-    target: Path,
+    target: Path | int,
     limits: CollectLimits,
     skip: frozenset[str] = frozenset(),
     *,
@@ -131,9 +131,9 @@ def collect(
 ) -> Collected:
     """Copy what is below the handle `source` into `target`: regular files, and folders, empty ones too.
 
-    `target` is made, unless nothing comes over; if it is there, it must be an empty folder, and stay ours alone
-    until this returns. Names in `skip` are passed over at the top. Files arrive as 0644, folders as 0755, less our
-    umask, owned by us.
+    `target` is made, unless nothing comes over; if it is there, or is a handle, it must be an empty folder, and stay
+    ours alone until this returns. Names in `skip` are passed over at the top. Files arrive as 0644, folders as 0755,
+    less our umask, owned by us.
 
     `owner`: the agent's uid, where nobody else has it and all that the agent was given belongs to it; what belongs
     to another is left out. None, where the agent shares a uid with others: then a file is left out if it has more
@@ -149,8 +149,8 @@ def collect(
     collected = Collected()
     if _is_empty(source, skip):  # most trials leave nothing, and making a folder for that is the dearest part
         return collected
-    made = _make(target)
-    into = os.open(target, _FOLDER)
+    made = isinstance(target, Path) and _make(target)
+    into = os.open(target, _FOLDER) if isinstance(target, Path) else os.dup(target)
     try:
         if os.listdir(into):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(target))
@@ -164,7 +164,7 @@ def collect(
                     collected.leave_out(entry.path, str(why))
     finally:
         os.close(into)
-    if made and not (collected.files or collected.folders or collected.links):
+    if made and isinstance(target, Path) and not (collected.files or collected.folders or collected.links):
         target.rmdir()
     return collected
 

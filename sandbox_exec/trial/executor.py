@@ -1,8 +1,7 @@
 """The phases of one attempt at a trial, from its dispatch to its completion, in the worker that runs it.
 
-Stage, agent, collect, teardown; the grading phase will stand between agent and collect. The executor writes only
-into the attempt's folder. `completion.json` comes last, whole and synced: once it is there, the attempt has ended,
-whatever happens to the worker or to the coordinator.
+Stage, agent, collect, grade, teardown. The executor writes only into the attempt's folder. `completion.json` comes
+last, whole and synced: once it is there, the attempt has ended, whatever happens to the worker or to the coordinator.
 """
 
 from __future__ import annotations
@@ -16,11 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_exec.clock import Clock
-from sandbox_exec.contracts import AgentError, Outcome, Phase, Status, TrialCompletion, TrialDispatch
+from sandbox_exec.contracts import (
+    AgentError,
+    Blame,
+    ContainerSpec,
+    Outcome,
+    Phase,
+    Status,
+    TrialCompletion,
+    TrialDispatch,
+)
 from sandbox_exec.errors import NO_ROOM, InvalidValue, StoreFull
 from sandbox_exec.guest import entry
 from sandbox_exec.sandbox.base import End, Launch, Places, Sandbox
 from sandbox_exec.trial.collect import Collected, CollectLimits, collect
+from sandbox_exec.trial.grading import ANSWER, REJECTED, Graded, Grading, carry, keep_answer, put_answer
 from sandbox_exec.trial.recorder import Recorder
 from sandbox_exec.trial.supervisor import Supervisor
 
@@ -45,7 +54,7 @@ class Executor:
         self,
         dispatch: TrialDispatch,
         folder: Path,
-        places: Places,
+        places_for: Callable[[str], Places],
         clock: Clock,
         on_started: Callable[[Sandbox], None],
         on_done: Callable[[TrialCompletion], None],
@@ -56,12 +65,19 @@ class Executor:
         self.sandbox: Sandbox | None = None
         self._supervisor: Supervisor | None = None
         self._stopped = self._frozen = False
-        self._places, self._clock = places, clock
+        self._places_for, self._clock = places_for, clock
+        self._places = places_for(kind_of(dispatch.container))
+        self._grading: Grading | None = None
+        self._fields: dict[str, Any] = {}  # of the completion, as far as they are known
         self._laps_s: dict[str, float] = {}
         self._lap_from_s = clock.now_s()
         self._on_started, self._on_done = on_started, on_done
 
     def start(self) -> None:
+        if self.dispatch.answer is not None:
+            self._fields = {"status": Status.SUCCESS, "phase": Phase.GRADE}
+            self._grade({"status": None})
+            return
         try:
             self._launch = build_launch(self.dispatch, os.environ)
         except (OSError, InvalidValue) as error:
@@ -70,29 +86,39 @@ class Executor:
         self._places.acquire(self._launch, self._begin, self._refused)
 
     @property
+    def _active(self) -> Supervisor | None:
+        return self._grading.supervisor if self._grading is not None else self._supervisor
+
+    @property
     def due_s(self) -> float | None:
-        return self._supervisor.due_s if self._supervisor is not None else None
+        return self._active.due_s if self._active is not None else None
 
     def on_time(self) -> None:
-        if self._supervisor is not None:
-            self._supervisor.on_time()
+        if self._active is not None:
+            self._active.on_time()
 
     # --- a word may come before the sandbox is there: it holds from then on ---
 
     def stop(self) -> None:
         self._stopped = True
-        if self._supervisor is not None:
-            self._supervisor.stop("cancelled")
+        if self._grading is not None:
+            self._grading.stopped = True
+        if self._active is not None:
+            self._active.stop("cancelled")
 
     def freeze(self) -> None:
         self._frozen = True
-        if self._supervisor is not None:
-            self._supervisor.freeze()
+        if self._grading is not None:
+            self._grading.frozen = True
+        if self._active is not None:
+            self._active.freeze()
 
     def thaw(self) -> None:
         self._frozen = False
-        if self._supervisor is not None:
-            self._supervisor.thaw()
+        if self._grading is not None:
+            self._grading.frozen = False
+        if self._active is not None:
+            self._active.thaw()
 
     # --- the phases ---
 
@@ -136,18 +162,73 @@ class Executor:
         except OSError as failure:
             self._fail(*_unwritten(failure, self.folder))
             return
-        self._complete(
-            status=status,
-            phase=Phase.AGENT,
-            error=error,
-            exit_code=outcome.exit_code,
-            signal=outcome.signal,
-            result_sha256=hashlib.sha256(result).hexdigest() if result is not None else None,
-            dropped=outcome.dropped,
-            usage=outcome.usage,
-            kill=outcome.kill,
-            isolation=outcome.isolation,
-        )
+        self._lap("collect")
+        self._fields = {
+            "status": status,
+            "phase": Phase.AGENT,
+            "error": error,
+            "exit_code": outcome.exit_code,
+            "signal": outcome.signal,
+            "result_sha256": hashlib.sha256(result).hexdigest() if result is not None else None,
+            "dropped": outcome.dropped,
+            "usage": outcome.usage,
+            "kill": outcome.kill,
+            "isolation": outcome.isolation,
+        }
+        if self._is_graded(status):
+            self._grade({"status": status, "exit_code": outcome.exit_code, "signal": outcome.signal})
+        else:
+            self._complete(**self._fields)
+
+    # --- grading ---
+
+    def _is_graded(self, status: Status) -> bool:
+        grader = self.dispatch.grader
+        if grader is None or self._stopped:
+            return False
+        return status is Status.SUCCESS or (grader.grade_on == "always" and status.blame is Blame.AGENT)
+
+    def _grade(self, about: dict[str, Any]) -> None:
+        self.phase = Phase.GRADE
+        grader = self.dispatch.grader
+        assert grader is not None
+        places = self._places_for(kind_of(grader.container))
+        self._grading = Grading(self.dispatch, self.folder, places, self._clock, self._put_left, about, self._graded)
+        self._grading.frozen = self._frozen
+        self._grading.stopped = self._stopped
+        self._grading.start()
+
+    def _put_left(self, grader: Sandbox) -> None:
+        """What there is to grade, into the grader's sandbox; and kept, to be graded again."""
+        spec = self.dispatch.grader
+        assert spec is not None
+        limits = CollectLimits(spec.limits.disk, files=spec.limits.files)
+        if self.dispatch.answer is not None:
+            put_answer(self.dispatch.answer, grader, limits)
+            return
+        assert self.sandbox is not None
+        left_out = carry(self.sandbox, grader, ("workspace", "out"), limits)
+        if left_out:
+            report = [{"path": path, "reason": reason} for path, reason in left_out]
+            (self.folder / "not_graded.json").write_text(json.dumps(report, indent=1))
+        keep_answer(grader, self.folder / ANSWER, self.dispatch.out_limit)
+
+    def _graded(self, graded: Graded) -> None:
+        self._lap("grade")
+        self._grading = None
+        if graded.raw is not None:
+            name = "grade.json" if graded.grade is not None else REJECTED
+            try:
+                (self.folder / name).write_bytes(graded.raw)
+            except OSError as failure:
+                self._fail(*_unwritten(failure, self.folder))
+                return
+        fields: dict[str, Any] = {**self._fields, "grading": graded.report, "grade": graded.grade}
+        if graded.status is not Status.SUCCESS and (
+            self._fields["status"] is Status.SUCCESS or graded.status is not Status.GRADE_ERROR
+        ):
+            fields |= {"status": graded.status, "phase": Phase.GRADE, "error": graded.report.error}
+        self._complete(**fields)
 
     def _collect(self, sandbox: Sandbox) -> None:
         try:
@@ -167,7 +248,6 @@ class Executor:
         self._complete(status=status, phase=self.phase, error=AgentError(type=kind, message=message))
 
     def _complete(self, **fields: Any) -> None:
-        self._lap("collect")
         self.recorder.close()
         self.phase = Phase.TEARDOWN
         dispatch, sandbox = self.dispatch, self.sandbox
@@ -193,6 +273,11 @@ class Executor:
     def _lap(self, name: str) -> None:
         now_s = self._clock.now_s()
         self._laps_s[name], self._lap_from_s = round(now_s - self._lap_from_s, 4), now_s
+
+
+def kind_of(container: ContainerSpec | None) -> str:
+    """The kind of sandbox that it takes."""
+    return "process" if container is None else "docker"
 
 
 def _error_of(outcome: Outcome) -> AgentError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from sandbox_exec.contracts import Limits
@@ -19,8 +20,8 @@ class Recorder:
     the recording and not the trial; `failure` says why.
     """
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, limits: Limits, files: Mapping[Stream, str] = _FILES) -> None:
+        self._folder, self._files = folder, files
         self._room = {"stdout": limits.stdout, "stderr": limits.stderr, "trace": limits.trace}
         self._fds: dict[Stream, int] = {}
         self._tail = b""
@@ -28,7 +29,7 @@ class Recorder:
         self.failure: OSError | None = None
 
     def feed(self, stream: Stream, data: memoryview) -> None:
-        if self.failure is not None or stream == "result" or self._room[stream] <= 0:
+        if self.failure is not None or stream not in self._files or self._room[stream] <= 0:
             return
         if stream == "trace":
             self._feed_trace(data)
@@ -56,7 +57,7 @@ class Recorder:
         try:
             if stream not in self._fds:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._fds[stream] = os.open(self._folder / _FILES[stream], flags, 0o644)
+                self._fds[stream] = os.open(self._folder / self._files[stream], flags, 0o644)
             self._room[stream] -= len(data)
             view = memoryview(data)
             while view:

@@ -219,7 +219,7 @@ class Supervisor:
     def _answer(self, end: End) -> tuple[Any, AgentError | None, bool]:
         """What the agent says came of it: value, error, and whether it said anything. All of it is hostile."""
         if self._launch.argv:
-            return self._read_result(end)
+            return self._read_result(end) if self._launch.role == "agent" else (None, None, True)
         line, newline, _ = bytes(self._result).partition(b"\n")
         if not newline:
             return None, None, False

@@ -102,12 +102,16 @@ class TooDeep(ValueError):
     """JSON that is nested deeper than MAX_DEPTH."""
 
 
-def parse_json(data: bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+def parse_json(
+    data: bytes,
+    parse_constant: Callable[[str], Any] | None = None,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
     """What a guest wrote, as a value that can be written out and read again, but for NaN and infinities.
 
     Halves of surrogate pairs, which are no text, are replaced. Raises ValueError or RecursionError.
     """
-    value = json.loads(data.decode(), parse_constant=parse_constant)
+    value = json.loads(data.decode(), parse_constant=parse_constant, object_pairs_hook=object_pairs_hook)
     if isinstance(value, dict | list) and data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(value)
     if b"\\ud" in data or b"\\uD" in data:  # nearly never, but for emoji and the end of Hangul

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from sandbox_exec.testing import ManualClock
 from sandbox_exec.trial.supervisor import Supervisor
 
 Kind = Literal["process", "docker"]
+LABEL = "sandbox-exec."  # what the labels of a container begin with
 CALLS = "sandbox-exec-call"  # the name of the threads in which the engine is asked
 
 
@@ -31,17 +33,25 @@ class _Listener(Supervisor):
     is_started = False
     trace = b""
     late: tuple[str, ...] = ()
+    after_ready_s: float | None = None  # if given: so long after its agent said that it is ready, the deadline comes
 
     def on_started(self) -> None:
         self._note("started")
         self.is_started = True
         super().on_started()
+        self._hurry()
 
     def on_output(self, stream: Stream, data: memoryview) -> None:
         self._note(stream)
         if stream == "trace" and len(self.trace) < 1 << 16:
             self.trace += bytes(data)
         super().on_output(stream, data)
+        if stream == "trace":
+            self._hurry()
+
+    def _hurry(self) -> None:
+        if self.after_ready_s is not None and self.is_started and self.due_s and b'"ready"' in self.trace:
+            self.due_s, self.after_ready_s = self._clock.now_s() + self.after_ready_s, None
 
     def on_exceeded(self, what: Ceiling) -> None:
         self._note(what)
@@ -60,7 +70,15 @@ class _Listener(Supervisor):
 class Trial:
     """One launch, from the wish for a sandbox until that is released."""
 
-    def __init__(self, box: Box, places: Places, launch: Launch, at_end: Callable[[Trial], None] | None) -> None:
+    def __init__(
+        self,
+        box: Box,
+        places: Places,
+        launch: Launch,
+        at_end: Callable[[Trial], None] | None,
+        after_ready_s: float | None,
+    ) -> None:
+        self._after_ready_s = after_ready_s
         self._box, self._places, self._at_end = box, places, at_end
         self.launch = launch
         self.sandbox: Sandbox | None = None
@@ -73,6 +91,7 @@ class Trial:
     def _begin(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
         self.supervisor = _Listener(sandbox, self.launch, self._box.clock, self._on_ended)
+        self.supervisor.after_ready_s = self._after_ready_s
 
     def _on_refused(self, end: End) -> None:
         self.refused, self.is_released = end, True
@@ -135,8 +154,14 @@ class Box:
         argv = script if isinstance(script, tuple) else ("sh", "-c", script)
         return Launch(limits or Limits(), argv=argv, container=container, **fields)
 
-    def start(self, launch: Launch, lane: int = 0, at_end: Callable[[Trial], None] | None = None) -> Trial:
-        trial = Trial(self, self.places[lane], launch, at_end)
+    def start(
+        self,
+        launch: Launch,
+        lane: int = 0,
+        at_end: Callable[[Trial], None] | None = None,
+        after_ready_s: float | None = None,
+    ) -> Trial:
+        trial = Trial(self, self.places[lane], launch, at_end, after_ready_s)
         self._trials.append(trial)
         return trial
 
@@ -154,7 +179,10 @@ class Box:
         self._trials.remove(trial)
 
     def run_all(
-        self, launches: Mapping[str, Launch], at_end: Callable[[str, Trial], None] | None = None
+        self,
+        launches: Mapping[str, Launch],
+        at_end: Callable[[str, Trial], None] | None = None,
+        after_ready_s: Mapping[str, float] | None = None,
     ) -> Iterator[tuple[str, Trial]]:
         """All of these, as many at a time as there are lanes; each as soon as it has ended."""
         todo, lanes = list(launches.items()), dict[int, tuple[str, Trial]]()
@@ -163,7 +191,9 @@ class Box:
             return [lane for lane, (_, trial) in lanes.items() if trial.ended or trial.refused]
 
         def start(lane: int, name: str, launch: Launch) -> None:
-            lanes[lane] = name, self.start(launch, lane, lambda trial: at_end(name, trial) if at_end else None)
+            hurry_s = after_ready_s.get(name) if after_ready_s else None
+            tell = functools.partial(at_end, name) if at_end else None
+            lanes[lane] = name, self.start(launch, lane, tell, hurry_s)
 
         while todo or lanes:
             for lane in range(len(self.places)):

@@ -87,7 +87,7 @@ def private(_nothing_left_by_module: None) -> Iterator[Private]:
     found = Private(place / "e")
     found.data.mkdir(parents=True)
     (found.folder / "sandbox-exec-engine").touch()
-    kernel.mount("tmpfs", str(found.data), "tmpfs", options=DATA)
+    kernel.mount("tmpfs", str(found.data), "tmpfs", data=DATA)
     try:
         found.call("start")
         yield found
