@@ -67,7 +67,14 @@ class Graders:
         if sandbox.kind != "docker" or settings.command is None:
             return None
         name = settings.image or image or sandbox.image or ""
-        return ContainerSpec(image=name, image_id=self._images.get(name), runtime=sandbox.runtime, read_only=True)
+        same = settings.in_ == "same"  # then as root, who was nobody in the agent phase, and the root can be written
+        return ContainerSpec(
+            image=name,
+            image_id=self._images.get(name),
+            runtime=sandbox.runtime,
+            user="0:0" if same else None,
+            read_only=not same,
+        )
 
 
 def images_of(experiment: Experiment) -> set[str]:

@@ -26,11 +26,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import os
 import signal
 import socket
 import stat
 import struct
+import tarfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,6 +82,9 @@ class _Made:
     output: socket.socket | None = None
     image_id: str | None = None
     user: tuple[int | None, int | None] = (None, None)
+    committed: str = ""  # an image of the agent's file system
+    env: dict[str, str | None] = field(default_factory=dict)  # in place of what the image says
+    shared: _Made | None = None  # what was made for the agent, whose /workspace and /out these are too
     steps_s: dict[str, float] = field(default_factory=dict)
 
     def give(self, name: str) -> None:
@@ -100,6 +105,7 @@ class _Group:
     pids: Path | None = None
     cpu: Path | None = None
     procs: Path | None = None
+    thaw: tuple[Path, str] | None = None  # what to write where, so that what is frozen goes on
 
 
 class DockerSandboxes:
@@ -154,10 +160,10 @@ class DockerSandboxes:
         made = _Made(owners.make_folder(owners.DOCKER_SCRATCH))
         lap = _Laps(made.steps_s)
         try:
-            image = self._image(spec)
+            image = self._image(spec) if launch.like is None else self._commit(made, launch.like)
             made.image_id = image["Id"]
             lap("resolve")
-            uid, gid = self._user(spec)
+            uid, gid = self._user(spec, launch.role)
             made.mounted = _make_box(made.folder, launch.limits)
             made.box = os.open(made.folder / "box", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -180,12 +186,26 @@ class DockerSandboxes:
             self._images[name] = self._client.inspect_image(name)
         return self._images[name]
 
-    def _user(self, spec: ContainerSpec) -> tuple[int | None, int | None]:
+    def _commit(self, made: _Made, like: Sandbox) -> dict[str, Any]:
+        """An image of the file system that an agent left, with the environment of the image that it began with."""
+        assert isinstance(like, DockerSandbox)
+        client, container = self._client, like.made.container
+        # Folders in place of whatever the agent put where ours will be mounted: a link would lead a mount elsewhere.
+        client.put_archive(container, "/", _folders("grading", "grade"))
+        made.committed = client.commit(container)["Id"]
+        made.shared = like.made
+        found: dict[str, Any] = client.inspect_image(made.committed)
+        # What the agent's container was given is in it: None takes a variable away.
+        made.env = dict.fromkeys(_environment(found)) | _environment(client.inspect_image(like.made.image_id))
+        return found
+
+    def _user(self, spec: ContainerSpec, role: str) -> tuple[int | None, int | None]:
         """Who the agent is, as a number if that can be known here."""
         if spec.user is None:
             if "name=rootless" in self._info.get("SecurityOptions", ()):
                 return 0, 0  # which is us, outside
-            uid = nobodys_uid(self._slot) if os.geteuid() == 0 else os.geteuid()
+            slot = self._slot if role == AGENT_ROLE else self._slot + 1
+            uid = nobodys_uid(slot) if os.geteuid() == 0 else os.geteuid()
             return uid, uid if os.geteuid() == 0 else os.getegid()
         uid_text, _, gid_text = spec.user.partition(":")
         if uid_text == "root":
@@ -227,7 +247,7 @@ class DockerSandboxes:
         labels[f"{LABEL}owner"] = self._owner
         if limits.timeout_s is not None:
             labels[f"{LABEL}deadline"] = f"{time.time() + limits.timeout_s + limits.grace_s + _AFTER_DEADLINE_S:.0f}"
-        env = {"LANG": "C.UTF-8", **places("", launch.role), **launch.env}
+        env = {**made.env, "LANG": "C.UTF-8", **places("", launch.role), **launch.env}
         if limits.timeout_s is not None:
             env["SANDBOX_EXEC_DEADLINE_S"] = f"{limits.timeout_s:g}"
         name = "-".join(["sandbox-exec", launch.labels.get("trial", "trial"), made.folder.name.rpartition("-")[2]])
@@ -237,7 +257,7 @@ class DockerSandboxes:
             entrypoint=list(launch.argv),
             environment=env,
             labels=labels,
-            user=spec.user or f"{uid}:{gid}",
+            user=f"{uid}:{gid}" if uid is not None else spec.user,
             working_dir=home_of(launch.role),
             hostname="sandbox",
             network_disabled=False,
@@ -256,8 +276,8 @@ class DockerSandboxes:
         binds = [
             _bind(folder / "in", "/in", read_only=True),
             _bind(given[1] or folder / given[0], f"/{given[0]}", read_only=True),
-            _bind(folder / "box" / "workspace", "/workspace", read_only=not writes),
-            _bind(folder / "box" / "out", "/out", read_only=not writes),
+            _bind((made.shared or made).folder / "box" / "workspace", "/workspace", read_only=not writes),
+            _bind((made.shared or made).folder / "box" / "out", "/out", read_only=not writes),
             *([] if is_agent else [_bind(folder / "box" / "grade", "/grade")]),
             _bind(folder / "trace", TRACE),
             *(_bind(path, str(path), read_only=True) for path in limits.readable),
@@ -273,6 +293,7 @@ class DockerSandboxes:
             network_mode=spec.network,
             read_only=spec.read_only,
             cap_drop=["ALL"],
+            cap_add=["DAC_OVERRIDE"] if made.shared else None,  # to see all that the agent left
             security_opt=["no-new-privileges"],
             init=True,
             log_config=docker.types.LogConfig(type="none"),
@@ -296,7 +317,7 @@ class DockerSandboxes:
     def _isolation(self, launch: Launch, made: _Made) -> Isolation:
         spec, limits = launch.container, launch.limits
         assert spec is not None
-        uid, _ = self._user(spec)
+        uid, _ = made.user
         options = self._info.get("SecurityOptions", ())
         notes = []
         if not made.mounted:
@@ -399,9 +420,17 @@ class DockerSandbox:
         except OSError:  # not ours to kill, or not to be seen from here: the engine must do it
             self._ask(lambda: self._client.kill(self.made.container, "SIGKILL"))
 
+    def _thaw_now(self) -> None:
+        """Without the engine: on cgroup v1, what is frozen cannot even be killed."""
+        if self._group.thaw is not None:
+            path, word = self._group.thaw
+            with contextlib.suppress(OSError):
+                path.write_text(word)
+
     def kill_hard(self) -> None:
         """What the engine could not do in time: without it, if we may."""
         self._fault = self._fault or "the engine did not answer"
+        self._thaw_now()
         self._kill_now()
         if self._gone:
             self._finish()
@@ -430,7 +459,8 @@ class DockerSandbox:
         return read_file(self.made.box, path, limit)
 
     def open_folder(self, name: str) -> int:
-        return open_folder(self.made.box, name)
+        shared = self.made.shared if name in ("workspace", "out") else None
+        return open_folder((shared or self.made).box, name)
 
     def give(self, name: str) -> None:
         self.made.give(name)
@@ -481,8 +511,8 @@ class DockerSandbox:
             pidfd = os.pidfd_open(pid)
         except OSError:
             return
-        lines = _cgroup_lines(pid)
-        if not any(self.made.container in line for line in lines):
+        lines = [line for line in _cgroup_lines(pid) if self.made.container in line]  # others: it is ending
+        if not lines:
             os.close(pidfd)
             return
         self._pidfd, self._group = pidfd, _find_group(lines)
@@ -525,6 +555,7 @@ class DockerSandbox:
         if self._gone:
             self._finish()
         elif self._pidfd >= 0:
+            self._thaw_now()
             try:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             except ProcessLookupError:
@@ -709,6 +740,22 @@ def _failed(error: BaseException, spec: ContainerSpec | None) -> End:
     return End(setup=engine.explain(error))
 
 
+def _environment(image: dict[str, Any]) -> dict[str, str | None]:
+    pairs = [entry.partition("=") for entry in (image.get("Config") or {}).get("Env") or ()]
+    return {name: value for name, _, value in pairs}
+
+
+def _folders(*names: str) -> bytes:
+    """An archive of empty folders."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.type, info.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(info)
+    return data.getvalue()
+
+
 def _box_folders(role: str) -> tuple[str, ...]:
     return ("workspace", "out") if role == AGENT_ROLE else ("workspace", "out", "grade")
 
@@ -739,6 +786,9 @@ def _unmake(made: _Made, client: Any) -> None:
                     raise
             made.steps_s["remove"] = round(time.monotonic() - began_s, 4)
     finally:
+        if made.committed and client is not None:
+            with contextlib.suppress(*engine.EngineErrors):  # an image without a name: `docker image prune` knows it
+                client.remove_image(made.committed, force=True)
         if made.output is not None:
             made.output.close()
         for fd in (made.box, made.trace):
@@ -830,6 +880,8 @@ def _find_group(lines: list[str]) -> _Group:
                     found.oom = found.oom or _if_there(group / "memory.events")
                     found.pids = found.pids or _if_there(group / "pids.events")
                     found.cpu = found.cpu or _if_there(group / "cpu.stat")
+                    if (group / "cgroup.freeze").exists():
+                        found.thaw = found.thaw or (group / "cgroup.freeze", "0")
         for name in names.split(","):
             group = root / name / below
             if name == "memory":
@@ -838,6 +890,8 @@ def _find_group(lines: list[str]) -> _Group:
             elif name == "pids":
                 found.pids = _if_there(group / "pids.events")
                 found.procs = _if_there(group / "cgroup.procs")
+            elif name == "freezer" and (group / "freezer.state").exists():
+                found.thaw = group / "freezer.state", "THAWED"
             elif name == "cpuacct":
                 found.cpu = _if_there(group / "cpuacct.usage")
     return found

@@ -117,6 +117,8 @@ def explain(error: BaseException) -> str:
                 return f"{where} does not answer: see its log, or restart it"
             case ConnectionError() | requests.ConnectionError() if cause.__context__ is None:
                 return f"{where} has ended or does not answer: {_START_ONE}"
+            case requests.exceptions.ChunkedEncodingError() | urllib3.exceptions.ProtocolError():  # amid an answer
+                return f"{where} has ended: {_START_ONE}"
     if is_full(error):
         return f"{where} has no room left on its disk: free some, for instance with `docker system prune`"
     if isinstance(error, docker.errors.APIError):

@@ -193,7 +193,10 @@ class Executor:
         grader = self.dispatch.grader
         assert grader is not None
         places = self._places_for(kind_of(grader.container))
-        self._grading = Grading(self.dispatch, self.folder, places, self._clock, self._put_left, about, self._graded)
+        like = self.sandbox if grader.in_ == "same" and grader.container is not None else None
+        self._grading = Grading(
+            self.dispatch, self.folder, places, self._clock, self._put_left, about, self._graded, like
+        )
         self._grading.frozen = self._frozen
         self._grading.stopped = self._stopped
         self._grading.start()
@@ -207,7 +210,10 @@ class Executor:
             put_answer(self.dispatch.answer, grader, limits)
             return
         assert self.sandbox is not None
-        left_out = carry(self.sandbox, grader, ("workspace", "out"), limits)
+        if spec.in_ == "same" and spec.container is not None:
+            return  # it sees the agent's own
+        names = ("workspace", "out", "tmp") if spec.in_ == "same" else ("workspace", "out")
+        left_out = carry(self.sandbox, grader, names, limits)
         if left_out:
             report = [{"path": path, "reason": reason} for path, reason in left_out]
             (self.folder / "not_graded.json").write_text(json.dumps(report, indent=1))

@@ -15,7 +15,7 @@ import pickle
 import tarfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, NoReturn
 
@@ -75,12 +75,13 @@ class Grading:
         left: Callable[[Sandbox], None],
         about: dict[str, Any],
         on_done: Callable[[Graded], None],
+        like: Sandbox | None = None,
     ) -> None:
-        """`about`: how the agent ended, for the grader to read."""
+        """`about`: how the agent ended, for the grader to read. `like`: whose file system the grader's is to be."""
         assert dispatch.grader is not None
         self._spec: GraderSpec = dispatch.grader
         self._dispatch, self._folder, self._places, self._clock = dispatch, folder, places, clock
-        self._left, self._about, self._on_done = left, about, on_done
+        self._left, self._about, self._on_done, self._like = left, about, on_done, like
         self._log = Recorder(folder, self._spec.limits, {"stdout": "grader.log", "stderr": "grader.log"})
         self._sandbox: Sandbox | None = None
         self.supervisor: Supervisor | None = None
@@ -88,7 +89,7 @@ class Grading:
 
     def start(self) -> None:
         try:
-            self._launch = build_grader(self._dispatch, self._about)
+            self._launch = replace(build_grader(self._dispatch, self._about), like=self._like)
         except (OSError, InvalidValue) as error:
             self._fail("GraderSetupFailed", str(error))
             return
@@ -104,7 +105,7 @@ class Grading:
         self._sandbox = sandbox
         try:
             self._left(sandbox)
-            if self._spec.writable:
+            if self._launch.role != "grader" and self._like is None:
                 for name in ("workspace", "out"):
                     sandbox.give(name)
         except OSError as error:

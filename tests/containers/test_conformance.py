@@ -574,22 +574,23 @@ COPY --from=base /bin/busybox /busybox-agent
 
 @pytest.fixture(scope="module")
 def images(busybox_image: str) -> Iterator[Images]:
-    word, asked = f"test-{uuid.uuid4().hex[:12]}", client()
+    word = f"test-{uuid.uuid4().hex[:12]}"
     users = {"passwd": "root:x:0:0::/:\nsolver:x:1234:4321::/:\n", "group": "root:x:0:\nsolvers:x:4321:\n"}
     made = {
         f"{word}:odd": {"Dockerfile": _ODD.format(base=busybox_image), **users},
         f"{word}:bare": {"Dockerfile": _BARE.format(base=busybox_image)},
     }
     try:
-        for name, files in made.items():
-            said = asked.build(fileobj=_tar(files), custom_context=True, tag=name, rm=True, network_mode="none")
-            assert b"Successfully built" in b"".join(said), name
+        with contextlib.closing(client()) as asked:
+            for name, files in made.items():
+                said = asked.build(fileobj=_tar(files), custom_context=True, tag=name, rm=True, network_mode="none")
+                assert b"Successfully built" in b"".join(said), name
         yield Images(*made)
     finally:
-        for name in made:
-            with contextlib.suppress(docker.errors.ImageNotFound):
-                asked.remove_image(name, force=True)
-        asked.close()
+        with contextlib.closing(client()) as asked:
+            for name in made:
+                with contextlib.suppress(docker.errors.ImageNotFound):
+                    asked.remove_image(name, force=True)
 
 
 def _tar(files: Mapping[str, str]) -> io.BytesIO:
