@@ -61,6 +61,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the shell's door."""
     app.command(epilog=_examples(_RUN_EXAMPLES, _RUN_CODES))(run)
     app.command("continue", epilog=_examples(_CONTINUE_EXAMPLES, _RUN_CODES))(continue_)
+    app.command(epilog=_examples(_GRADE_EXAMPLES, _RUN_CODES))(grade)
     app.command(epilog=_examples(_STATUS_EXAMPLES))(status)
     app.command(epilog=_examples(_PAUSE_EXAMPLES))(pause)
     app.command()(resume)
@@ -77,6 +78,12 @@ _RUN_EXAMPLES = """
 _CONTINUE_EXAMPLES = """
   sandbox-exec continue night-1         what ./runs/night-1 has not committed
   sandbox-exec continue /data/night-1
+"""
+_GRADE_EXAMPLES = """
+  sandbox-exec grade night-1                            the same grader again, on what the agents left
+  sandbox-exec grade night-1 --with strict.yaml         another one; the grades of before are kept
+  sandbox-exec grade night-1 --only variant=careful --only status=grade_error
+  sandbox-exec grade --predictions answers.jsonl experiment.yaml
 """
 _STATUS_EXAMPLES = """
   sandbox-exec status night-1           once
@@ -162,7 +169,57 @@ def continue_(
     _work(work, json)
 
 
-def _work(work: Callable[[Display, Callable[[Coordinator], None]], RunSummary], json: bool) -> None:
+def grade(
+    name: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run to grade again; with --predictions, an experiment.")
+    ],
+    runs: Runs = "runs",
+    with_: Annotated[
+        Path | None, typer.Option("--with", metavar="FILE", help="A YAML file with another `grading`.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="KIND=VALUE", help="variant=ID, task=ID, tag=TAG or status=STATUS; repeatable."),
+    ] = None,
+    predictions: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL: task_id, and answer or files; variant and repeat if wanted."),
+    ] = None,
+    workers: Workers = None,
+    containment: Containment = "auto",
+    json: JsonAtEnd = False,
+) -> None:
+    """Grade without agents: what a run left, again; or answers that were made elsewhere.
+
+    Each grading is a run of its own, in the run's folder, and can be continued; earlier grades are kept.
+    """
+    from sandbox_exec import regrade
+    from sandbox_exec import runs as door
+
+    if predictions is not None and (with_ is not None or only):
+        raise InvalidValue("--predictions takes neither --with nor --only: the experiment has the grading")
+    before: Path | None = None if predictions is not None else door.find_run(name, runs)
+
+    def work(display: Display, on_ready: Callable[[Coordinator], None]) -> RunSummary:
+        how: dict[str, Any] = {"workers": workers, "containment": containment, "on_ready": on_ready}
+        how["callbacks"] = [display]
+        if before is None:
+            assert predictions is not None
+            return regrade.grade_predictions(predictions, name, runs=runs, **how)
+        return regrade.grade_run(before, grading=with_, only=only or (), **how)
+
+    def tell(summary: RunSummary) -> None:
+        for line in regrade.lines_of(summary.folder, before):
+            print(line, file=sys.stderr if json else sys.stdout)
+
+    _work(work, json, tell)
+
+
+def _work(
+    work: Callable[[Display, Callable[[Coordinator], None]], RunSummary],
+    json: bool,
+    tell: Callable[[RunSummary], None] = lambda summary: None,
+) -> None:
     from sandbox_exec.display import display_on
 
     console = _console(stderr=json)
@@ -176,6 +233,7 @@ def _work(work: Callable[[Display, Callable[[Coordinator], None]], RunSummary], 
         with _Signals(display) as signals:
             with display:
                 summary = work(display, on_ready)
+            tell(summary)
             _print_summary(summary, json)  # still deaf to a Ctrl-C that comes late
     except KeyboardInterrupt:
         print("sandbox-exec: interrupted before the first trial", file=sys.stderr)
@@ -352,17 +410,28 @@ def stop(
     _say(answer, json, f"{found.status}: {far}{hint}")
 
 
-def history(name: Run, runs: Runs = "runs") -> None:
+def history(
+    name: Run,
+    runs: Runs = "runs",
+    grading: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Of the run's N-th grading by `grade`, not of the run itself."),
+    ] = None,
+) -> None:
     """Write what the agents did.
 
     As canonical JSON, one committed trial a line. The same experiment gives the same bytes, at any concurrency and
     after any crash: no times, no workers.
     """
     from sandbox_exec import runs as door
+    from sandbox_exec.regrade import GRADINGS
     from sandbox_exec.store import RunStore
     from sandbox_exec.store import history as lines
 
-    with RunStore.open(door.find_run(name, runs), write=False) as store:
+    folder = door.find_run(name, runs)
+    if grading is not None:
+        folder = door.find_run(folder / GRADINGS / str(grading), folder / GRADINGS)
+    with RunStore.open(folder, write=False) as store:
         sys.stdout.buffer.writelines(lines(store))
     sys.stdout.buffer.flush()
 

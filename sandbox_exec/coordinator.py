@@ -132,10 +132,12 @@ class Coordinator:
         at: Callable[[str], None] = lambda point: None,
         artifacts: Mapping[str, Unpacked] | None = None,
         images: Mapping[str, str] | None = None,
+        answers: Mapping[str, Path] | None = None,
     ) -> None:
         self.store, self.experiment, self.backend = store, experiment, backend
         self._artifacts = artifacts or {}  # by variant
         self._images = images or {}  # what each name was at the start of the run
+        self._answers = answers or {}  # by trial, where they are graded instead of what an agent leaves
         self._run_id = store.run().run_id
         self._graders = Graders(experiment, store.folder, self._images)
         self._callbacks = list(callbacks)
@@ -360,6 +362,7 @@ class Coordinator:
             run_id=self._run_id,
             container=self._container(task),
             grader=self._graders.of(task),
+            answer=self._answers.get(trial_id),
         )
 
     def _container(self, task: Task) -> ContainerSpec | None:

@@ -23,6 +23,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from sandbox_exec.contracts.experiment import (
     Experiment,
     Fault,
+    GradingSettings,
     Loc,
     faults_of,
     id_faults,
@@ -50,6 +51,21 @@ def load_experiment(path: str | os.PathLike[str]) -> Experiment:
     origin = _Origin(file)
     data = _YamlReader(origin).read(_text_of(origin))
     return _build(data, Path(os.path.abspath(file)).parent, origin)
+
+
+def load_grading(path: str | os.PathLike[str]) -> GradingSettings:
+    """Return the grading in a YAML file: a mapping as the experiment's `grading`, or a mapping that has one.
+
+    Paths in it are relative to the file. Raises `InvalidExperiment` with what is wrong with it.
+    """
+    origin = _Origin(Path(path))
+    data = _YamlReader(origin).read(_text_of(origin))
+    if isinstance(data, Mapping) and isinstance(data.get("grading"), Mapping):
+        data = data["grading"]
+    try:
+        return GradingSettings.model_validate(data)
+    except ValidationError as error:
+        raise InvalidExperiment(told([f"{path}: {fault}" for fault in faults_of(error)])) from error
 
 
 def experiment_from(data: Mapping[str, Any], base: str | os.PathLike[str] = ".") -> Experiment:

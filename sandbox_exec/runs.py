@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -24,7 +25,7 @@ from sandbox_exec.artifacts import FILES, Unpacked, archive_digest, unpack, veri
 from sandbox_exec.backends.base import WorkerBackend
 from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.containment import require
-from sandbox_exec.contracts import Contract, Experiment, Rung, Status
+from sandbox_exec.contracts import Contract, Experiment, Rung, Slot, Status
 from sandbox_exec.control import ask
 from sandbox_exec.coordinator import Coordinator, Ending, RunCallback, limits_of
 from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, InvalidValue, RunNotActive, SandboxUnavailable
@@ -47,6 +48,7 @@ from sandbox_exec.store.db import DB_NAME
 
 _IMAGE: Final = "image "  # what the names of images begin with among a run's inputs
 ARTIFACTS: Final = "artifacts"  # in the run's folder: the unpacked agents, by the digest of their archive
+ANSWERS: Final = "answers.json"  # in the run's folder, if it only grades: by trial, the archive to grade
 RUNS: Final = "runs"  # where runs are, beside where they are started
 STATUS_S: Final = 2.0  # for a coordinator to say what is in flight; else the database's word must do
 
@@ -151,18 +153,47 @@ def run(
     _check_run(experiment, workers, containment, backend)
     _check_artifacts(experiment)
     run_id = _checked_id(run_id) if run_id is not None else new_run_id(experiment.name)
-    folder = Path(os.path.abspath(runs)) / run_id
-    frozen, functions = freeze_functions(experiment)
+    store, frozen = make_run(experiment, Path(os.path.abspath(runs)) / run_id, expand(experiment))
+    return _work(store, frozen, workers, containment, callbacks, backend, on_ready)
+
+
+def make_run(
+    experiment: Experiment,
+    folder: Path,
+    slots: Sequence[Slot],
+    functions: Mapping[str, bytes] | None = None,
+    answers: Mapping[str, Path] | None = None,
+) -> tuple[RunStore, Experiment]:
+    """Make the folder of a run, with all that it needs to be continued, and return it with the frozen experiment.
+
+    `functions`: pickles that the experiment names by their digests. `answers`: by trial, archives to grade instead of
+    running agents.
+    """
+    frozen, own = freeze_functions(experiment)
     digests = {**input_digests(frozen), **_image_digests(frozen)}
-    slots = expand(frozen)
     if (folder / DB_NAME).exists():
         raise InvalidValue(f"there is a run in {folder} already: continue it, or name another")
     # Before the database: a run that exists has all that it needs.
-    for digest, payload in functions.items():
+    for digest, payload in {**(functions or {}), **own}.items():
         (folder / FUNCTIONS).mkdir(parents=True, exist_ok=True)
         write_atomic(_function_file(folder, digest), payload)
-    store = RunStore.create(folder, run_id, frozen.model_dump_json(), slots, digests)
-    return _work(store, frozen, workers, containment, callbacks, backend, on_ready)
+    if answers is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = {trial_id: os.path.relpath(path, folder) for trial_id, path in answers.items()}
+        write_atomic(folder / ANSWERS, json.dumps(paths).encode())
+    return RunStore.create(folder, folder.name, frozen.model_dump_json(), slots, digests), frozen
+
+
+def work_at(store: RunStore, experiment: Experiment, **how: Any) -> RunSummary:
+    """Work at a run that `make_run` made, as `run` does; `how` are its arguments."""
+    workers, containment = how.pop("workers", None), how.pop("containment", "auto")
+    try:
+        _check_run(experiment, workers, containment, how.get("backend"))
+    except BaseException:
+        store.close()
+        raise
+    callbacks, backend, on_ready = how.pop("callbacks", ()), how.pop("backend", None), how.pop("on_ready", None)
+    return _work(store, experiment, workers, containment, callbacks, backend, on_ready)
 
 
 def continue_run(
@@ -271,6 +302,7 @@ def _work(
         stack.enter_context(store)
         slots, committed = store.progress().slots, store.progress().committed
         artifacts = _unpack_artifacts(store.folder, experiment) if committed < slots else {}
+        answers = _answers(store.folder)
         images = {
             name.removeprefix(_IMAGE): digest
             for name, digest in store.run().digests.items()
@@ -287,7 +319,9 @@ def _work(
         elif workers is not None:
             experiment = _at_once(experiment, workers)
         stack.callback(backend.close)
-        coordinator = Coordinator(store, experiment, backend, callbacks=callbacks, artifacts=artifacts, images=images)
+        coordinator = Coordinator(
+            store, experiment, backend, callbacks=callbacks, artifacts=artifacts, images=images, answers=answers
+        )
         if on_ready is not None:
             on_ready(coordinator)
         end = coordinator.run()
@@ -303,6 +337,15 @@ def _work(
             by_variant=_by_variant(store),
             wall_s=round(time.monotonic() - started_s, 3),
         )
+
+
+def _answers(folder: Path) -> dict[str, Path]:
+    """By trial, what is graded instead of what an agent leaves; empty, where agents run."""
+    try:
+        paths = json.loads((folder / ANSWERS).read_bytes())
+    except FileNotFoundError:
+        return {}
+    return {trial_id: folder / path for trial_id, path in paths.items()}
 
 
 def _image_digests(experiment: Experiment) -> dict[str, str]:

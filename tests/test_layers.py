@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
     {"coordinator"},
     {"images"},
     {"pool", "runs", "doctor", "preflight", "report", "viewer"},
+    {"regrade"},
     {ROOT},  # re-exports, for users; above it, a name is imported from where it lives
     {"display", "testing"},
     {"cli_artifacts", "cli_images", "cli_reap", "cli_runs"},

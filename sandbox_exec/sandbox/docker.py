@@ -840,13 +840,18 @@ def _size_of(top: Path, most_files: int) -> int:
     total = files = 0
     pending = [str(top)]
     while pending:
-        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-                files += 1
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(entry.path)
+                    files += 1
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # gone while we looked
+        except OSError:  # closed to us, or deeper than a path can say: what is in there would not count
+            return 1 << 62
         if files > most_files:
             return 1 << 62
     return total

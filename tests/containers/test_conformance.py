@@ -6,6 +6,7 @@ Most trials are run beforehand, several at a time, and each test looks at the en
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
 import io
@@ -616,7 +617,7 @@ WHO = "id -u; id -g; echo mine > /out/x && echo mine >> given && ls -ln /out/x |
 
 @pytest.mark.parametrize(
     ("user", "uid", "gid"),
-    [("0", 0, 0), ("root", 0, 0), ("4000", 4000, 0), ("4000:5000", 4000, 5000), ("solver", 1234, 4321)],
+    [("0", 0, 0), ("root", 0, 0), ("4000", 4000, 4000), ("4000:5000", 4000, 5000), ("solver", 1234, 4321)],
 )
 def test_the_agent_is_the_user_that_was_named_and_its_places_are_its_own(
     containers: Box, images: Images, given: Given, user: str, uid: int, gid: int
@@ -663,6 +664,7 @@ def test_of_an_image_its_files_and_environment_count_and_nothing_that_it_would_r
     assert lines[1:4] == ["{}", "#!/bin/sh", 'echo "ran with $1"']
     assert lines[4:7] == ["tmpfs 8192"] * 3, "a size that holds"
     assert lines[7:] == ["/data:", "x", "", "/out:"]
+    assert container["Config"]["Healthcheck"]["Test"] == ["NONE"]
     assert container["Mounts"] == [mount for mount in container["Mounts"] if mount["Type"] != "volume"]
 
 
@@ -713,6 +715,30 @@ def test_what_is_written_to_the_root_beyond_the_limit_ends_the_trial(containers:
     assert found.status is Status.DISK_EXCEEDED
     assert found.kill is not None
     assert found.kill.reason == "disk"
+
+
+@pytest.mark.parametrize("how", ["in bytes", "in names", "where no path leads"])
+def test_where_nothing_can_be_mounted_the_size_of_the_places_is_watched(
+    containers: Box, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As for an ordinary user who may use the engine."""
+
+    def mount(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "mount")
+
+    monkeypatch.setattr("sandbox_exec.sandbox.docker.kernel.mount", mount)
+    fills = {
+        "in bytes": f"{_into('/out', 8, 1024)}",
+        "in names": f"{_into('/workspace', 100, 0)}",
+        "where no path leads": f"""name=$(printf %0250d 0); cd /out; i=0
+            while [ $i -lt 20 ]; do mkdir $name; cd $name; i=$((i+1)); done; {_into(".", 8, 1024)}""",
+    }
+    limits = Limits(disk="4MiB", files=64)
+    trial = containers.start(containers.launch(f"{fills[how]}; {READY}; sleep 1000", limits=limits))
+    found = trial.outcome()
+    containers.finish(trial)
+    assert found.isolation is not None
+    assert (found.status, found.isolation.disk) == (Status.DISK_EXCEEDED, "watched")
 
 
 def test_a_container_is_known_by_its_labels_and_holds_what_was_asked_for(containers: Box) -> None:

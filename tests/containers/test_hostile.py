@@ -47,6 +47,12 @@ def _only_init(details: Details) -> bool:
     return all(re.match(r"1( r|:)", str(word)) for word in words)
 
 
+@functools.cache
+def _version() -> tuple[int, ...]:
+    with contextlib.closing(client()) as asked:
+        return tuple(int(number) for number in re.findall(r"\d+", asked.version()["Version"])[:2])
+
+
 # What an agent can do in a container and not in a process sandbox, and why that is no escape. An engine's init, process
 # 1, runs as the agent's user: to hold it still, to read it or to starve it gains nothing, since a kill and a proof
 # come from outside. With another engine, or under Yama, some of it is refused: then the catalog's own promise holds.
@@ -69,12 +75,6 @@ OTHERWISE: Mapping[str, Callable[[Details], bool]] = {
     "io_uring": lambda details: _version() < (25,),
     "opens_vsock": lambda details: _version() < (23,),
 }
-
-
-@functools.cache
-def _version() -> tuple[int, ...]:
-    with contextlib.closing(client()) as asked:
-        return tuple(int(number) for number in re.findall(r"\d+", asked.version()["Version"])[:2])
 
 
 @dataclass
