@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, get_args
 
 import typer
 
-from sandbox_exec import __version__, cli_artifacts, cli_images, cli_reap
+from sandbox_exec import __version__, cli_artifacts, cli_images, cli_preflight, cli_reap, cli_report
 from sandbox_exec.cli_runs import register
 from sandbox_exec.contracts import Limits, Require
 from sandbox_exec.errors import (
@@ -126,6 +126,8 @@ register(app)  # what is about durable runs
 cli_images.register(app)
 cli_artifacts.register(app)
 cli_reap.register(app)
+cli_report.register(app)
+cli_preflight.register(app)
 
 
 # --- for people ------------------------------------------------------------------------------------

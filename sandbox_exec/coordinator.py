@@ -497,7 +497,7 @@ class Coordinator:
             pruned = self.board.commit(idx, completion.status)
             if pruned is not None:
                 self.store.event("pruned", variant=pruned, after_slot=idx)
-            rows.append(CommitRow(completion, is_counted(completion.status)))
+            rows.append(CommitRow(completion, is_counted(completion.status), grade_digest=completion.grade_sha256))
         self.store.commit(rows)
         for row in rows:
             self._trials.pop(row.completion.slot.schedule_idx, None)

@@ -7,13 +7,23 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import leftovers
 import pytest
+from support import Meeting, meetings
+
+from sandbox_exec import Pool
+
+LAST = ("test_artifacts.py", "hostile")  # they make this process large, and every fork after them slower
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: any(part in LAST for part in item.path.parts))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_place() -> Iterator[None]:
+def _own_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A temporary folder and orphans of its own, so that what is left cannot be another program's."""
     if sys.platform != "linux":
         yield
@@ -27,6 +37,7 @@ def _own_place() -> Iterator[None]:
             patch.setenv("PYTEST_DEBUG_TEMPROOT", usual)  # where pytest keeps what a failed test wrote
         patch.setenv("TMPDIR", place)
         patch.setattr(tempfile, "tempdir", place)
+        leftovers.own_mounts_below(place, str(tmp_path_factory.getbasetemp()))
         yield
     shutil.rmtree(place, ignore_errors=True)
 
@@ -51,3 +62,24 @@ def _compare() -> Iterator[None]:
     left = before.left()
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+# --- what many tests ask for ---
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with Pool(max_workers=2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def one_slot() -> Iterator[Pool]:
+    """A pool in which each call has the slot of the one before."""
+    with Pool(max_workers=1) as pool:
+        yield pool
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Iterator[Meeting]:
+    yield from meetings(tmp_path)

@@ -7,8 +7,10 @@ Looks at the kernel's own lists only, never at what the package believes. A test
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
+import re
 import select
 import tempfile
 import threading
@@ -73,6 +75,11 @@ CONTROLLERS = ("memory", "pids", "cpu", "")  # and v2, whose hierarchy has no na
 
 def cgroup_homes() -> list[Path]:
     """The folders of the cgroups that this process is in, in each hierarchy that can be of use to us."""
+    return list(_homes(Path("/proc/self/cgroup").read_text()))
+
+
+@functools.lru_cache(maxsize=1)  # asked for before every test; hierarchies are not mounted in the middle of a session
+def _homes(own_cgroups: str) -> tuple[Path, ...]:
     mounted: dict[str, Path] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
@@ -82,12 +89,12 @@ def cgroup_homes() -> list[Path]:
         elif kind == "cgroup":
             mounted |= dict.fromkeys(options.split(","), Path(left.split()[4]))
     homes: dict[Path, None] = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in own_cgroups.splitlines():
         _number, names, path = line.split(":", 2)
         for name in names.split(","):
             if name in mounted and name in CONTROLLERS:
                 homes[mounted[name] / path.lstrip("/")] = None
-    return [home for home in homes if home.is_dir()]
+    return tuple(home for home in homes if home.is_dir())
 
 
 def cgroups(homes: Iterable[Path]) -> set[str]:
@@ -103,13 +110,41 @@ def cgroups(homes: Iterable[Path]) -> set[str]:
 def _is_anothers(name: str) -> bool:
     """By the pid in it, and the pid namespace in which that pid means something."""
     pid, namespace, *_ = (*name.removeprefix(f"{PREFIX}-").removeprefix("delegated-").split("-"), "", "")
+    return _is_living_other(pid, namespace)
+
+
+def _is_living_other(pid: str, namespace: str) -> bool:
     is_here = namespace == str(os.stat("/proc/self/ns/pid").st_ino)
     return is_here and pid != str(os.getpid()) and os.path.exists(f"/proc/{pid}")
 
 
+_own_folders: list[str] = []
+ANOTHERS_MOUNT = re.compile(
+    r"/(overlay2/[^/]+/merged|rootfs/overlayfs/[^/]+|containers/[^/]+/mounts/shm|netns/[0-9a-f]{12})$"  # a container's
+    rf"|/{PREFIX}-(engine-[0-9a-f]+|tests-[^/]+)(/|$)"  # those of scripts/docker-engine, and of another's tests
+)
+SCRATCH = re.compile(rf"/{PREFIX}-docker-(?P<pid>\d+)-\d+-[^-/]+-(?P<namespace>\d+)-")  # its name says whose it is
+
+
+def own_mounts_below(*folders: str) -> None:
+    """Whatever is mounted in these folders from now on is ours, whatever its name."""
+    _own_folders.extend(f"{os.path.realpath(folder)}/" for folder in folders)
+
+
 def mounts() -> set[str]:
+    """The mounts that can be ours: in our folders, or with our name. Others may mount what they like meanwhile."""
     with open("/proc/self/mountinfo") as file:
-        return set(file)
+        return {line for line in file if _is_our_mount(line.split(" ", 5)[4])}
+
+
+def _is_our_mount(path: str) -> bool:
+    for folder in _own_folders:
+        if path.startswith(folder):
+            return not ANOTHERS_MOUNT.search(path, len(folder) - 1)
+    if PREFIX not in path or ANOTHERS_MOUNT.search(path):
+        return False
+    owner = SCRATCH.search(path)
+    return owner is None or not _is_living_other(owner["pid"], owner["namespace"])
 
 
 def folders() -> set[str]:

@@ -275,6 +275,12 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(fork(work), 0)[1])
 
 
+def in_children(works: Iterable[Callable[[], object]]) -> list[int]:
+    """Run each in a process of its own, beside each other; their exit codes. What fails is said on stderr."""
+    pids = [fork(work) for work in works]
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
 class KillAt:
     """Ends this process, as `kill -9` does, when a point is reached for the nth time; "*" is any point."""
 

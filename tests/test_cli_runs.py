@@ -434,7 +434,7 @@ def test_changed_inputs_are_bad_usage_and_it_is_said_what_changed(bench: Bench, 
     [
         ("tasks: [{id: t}]", "experiment.yaml:1: tasks[0].input: is missing"),
         ("tasks: [{id: t, input: 1}]\nsandbox: {kind: docker}", "has no image, which docker needs"),
-        ("tasks: [{id: t, input: 1}]\ngrading: {command: [x]}", "grading: is not built yet"),
+        ("tasks: [{id: t, input: 1}]\ngrading: {assets: .}", "exactly one of command and python"),
     ],
     ids=["malformed", "docker", "grading"],
 )

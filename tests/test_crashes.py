@@ -9,6 +9,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from runs_support import (
     fork,
     history_of,
     in_child,
+    in_children,
     reap_orphans,
     run_local,
     run_scripted,
@@ -132,8 +134,9 @@ def test_a_coordinator_that_is_killed_at_any_point_is_continued_as_if_it_had_not
     calm: tuple[Experiment, list[bytes], list[str]], tmp_path: Path
 ) -> None:
     one, due, points = calm
-    for point, count in Counter(points).items():
-        for nth in sorted({1, (count + 1) // 2, count}):
+
+    def kill_and_continue(cases: list[tuple[str, int]]) -> None:
+        for point, nth in cases:
             folder = tmp_path / f"{point}-{nth}"
             assert live(folder, one, KillAt(point, nth)) == KILLED, folder.name
             end, _ = run_scripted(folder, one, fates(folder), capacity=3)
@@ -142,23 +145,29 @@ def test_a_coordinator_that_is_killed_at_any_point_is_continued_as_if_it_had_not
             assert_nothing_ran_twice(folder)
             assert not (folder / "control.sock").exists()
 
+    cases = [(point, nth) for point, count in Counter(points).items() for nth in sorted({1, (count + 1) // 2, count})]
+    assert in_children([lambda: kill_and_continue(cases[::2]), lambda: kill_and_continue(cases[1::2])]) == [0, 0]
 
-@pytest.mark.parametrize("seed", range(6))
+
 def test_a_coordinator_that_is_killed_again_and_again_gets_there_all_the_same(
-    calm: tuple[Experiment, list[bytes], list[str]], folder: Path, seed: int
+    calm: tuple[Experiment, list[bytes], list[str]], tmp_path: Path
 ) -> None:
     one, due, points = calm
-    fate = random.Random(seed)
-    longest = fate.choice([6, 20, len(points) // 2])
-    for life in itertools.count():
-        ended = live(folder, one, KillAt("*", fate.randrange(5, longest)))
-        if ended != KILLED:
-            break
-        longest += life // 20  # so that it ends: in five steps, not even adopting is done
-    assert ended == 0
-    assert life > 1
-    assert history_of(folder) == due
-    assert_nothing_ran_twice(folder)
+
+    def kill_again_and_again(seed: int) -> None:
+        folder, fate = tmp_path / f"seed {seed}", random.Random(seed)
+        longest = fate.choice([6, 20, len(points) // 2])
+        for life in itertools.count():
+            ended = live(folder, one, KillAt("*", fate.randrange(5, longest)))
+            if ended != KILLED:
+                break
+            longest += life // 20  # so that it ends: in five steps, not even adopting is done
+        assert ended == 0
+        assert life > 1
+        assert history_of(folder) == due
+        assert_nothing_ran_twice(folder)
+
+    assert in_children([partial(kill_again_and_again, seed) for seed in range(6)]) == [0] * 6
 
 
 def test_a_coordinator_that_is_killed_as_often_as_it_dispatches_does_not_use_up_a_trials_budget(
@@ -239,17 +248,20 @@ def kill_at_callback(folder: Path, one: Experiment, nth: int, *, all_of_it: bool
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("seed", range(3))
 def test_with_real_workers_a_coordinator_is_killed_at_random_moments(
-    real: tuple[Experiment, list[bytes]], folder: Path, orphans: None, seed: int
+    real: tuple[Experiment, list[bytes]], tmp_path: Path, orphans: None
 ) -> None:
     one, due = real
-    fate = random.Random(seed)
-    for _ in range(2):
-        kill_at_callback(folder, one, fate.randrange(1, 30))
-    assert live_for_real(folder, one) == 0
-    assert history_of(folder) == due
-    assert_nothing_ran_twice(folder)
+
+    def kill_at_random(seed: int) -> None:
+        folder, fate = tmp_path / f"seed {seed}", random.Random(seed)
+        for _ in range(2):
+            kill_at_callback(folder, one, fate.randrange(1, 30))
+        assert live_for_real(folder, one) == 0
+        assert history_of(folder) == due
+        assert_nothing_ran_twice(folder)
+
+    assert in_children([partial(kill_at_random, seed) for seed in range(3)]) == [0] * 3
 
 
 def test_with_real_workers_everything_is_killed_at_once(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
-from runs_support import Script, history_of, run_local, run_scripted, varied
+from runs_support import Script, children, history_of, in_children, reap_orphans, run_local, run_scripted, varied
 
 from sandbox_exec.contracts import Slot, Status, TrialDispatch
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
@@ -29,12 +30,18 @@ class Most(RunCallback):
 
 
 def test_real_trials_give_the_same_history_at_any_concurrency(tmp_path: Path) -> None:
-    found, most = {}, {}
-    for at_once in AT_ONCE:
-        one = varied(tmp_path / "base", 11, 17, max_concurrency=at_once)
+    ones = {at_once: varied(tmp_path / "base", 11, 17, max_concurrency=at_once) for at_once in AT_ONCE}
+    known = children()
+
+    def run(at_once: int) -> None:
         seen = Most()
-        assert run_local(tmp_path / f"run-{at_once}", one, callbacks=[seen]) == RunEnd("completed")
-        found[at_once], most[at_once] = history_of(tmp_path / f"run-{at_once}"), seen.most
+        assert run_local(tmp_path / f"run-{at_once}", ones[at_once], callbacks=[seen]) == RunEnd("completed")
+        (tmp_path / f"most-{at_once}").write_text(str(seen.most))
+
+    assert in_children([partial(run, at_once) for at_once in AT_ONCE]) == [0] * len(AT_ONCE)
+    reap_orphans(known)
+    found = {at_once: history_of(tmp_path / f"run-{at_once}") for at_once in AT_ONCE}
+    most = {at_once: int((tmp_path / f"most-{at_once}").read_text()) for at_once in AT_ONCE}
     assert found[2] == found[8] == found[32] == found[1]
     assert (most[1], most[2], most[8]) == (1, 2, 8)
     assert most[32] > 8

@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+IS_INSTALLED = any((ROOT / ".venv" / name).exists() for name in ("installed", "installed-dev"))
 QUICKSTART = {
     "variant": ["success", "agent_error", "task_timeout", "memory_exceeded"],
     "careful": ["10", "-", "-", "-"],
@@ -45,16 +48,38 @@ def cells(output: str, names: Collection[str]) -> dict[str, list[str]]:
     return {name: rest for name, *rest in filter(None, words) if name in names}
 
 
+@dataclass(frozen=True)
+class Example:
+    output: Future[str]
+    folder: Path  # for what it leaves
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Example]:
+    """By name. They run beside each other, and have ended when the first test begins."""
+    folder = tmp_path_factory.mktemp("examples")
+    python = (sys.executable, "-W", "error")
+    experiment = ROOT / "examples" / "quickstart" / "experiment.yaml"
+    with ThreadPoolExecutor(2) as threads:
+        started = {
+            "quickstart": threads.submit(run, *python, "-P", "-m", "sandbox_exec", "run", str(experiment), cwd=folder),
+            "python_api": threads.submit(run, *python, "examples/python_api.py", str(folder)),
+            "pool": threads.submit(run, *python, "examples/pool.py"),
+            "asyncio_and_map": threads.submit(run, *python, "examples/asyncio_and_map.py"),
+        }
+        if IS_INSTALLED:
+            started["script"] = threads.submit(run, "scripts/quickstart")
+    return {name: Example(output, folder) for name, output in started.items()}
+
+
 # --- quickstart: a run from the shell ---
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def quickstart(examples: dict[str, Example]) -> tuple[str, Path]:
     """What it prints, and the run's folder."""
-    cwd = tmp_path_factory.mktemp("quickstart")
-    command = (sys.executable, "-W", "error", "-P", "-m", "sandbox_exec", "run")
-    output = run(*command, str(ROOT / "examples" / "quickstart" / "experiment.yaml"), cwd=cwd)
-    (folder,) = (cwd / "runs").iterdir()
+    output = examples["quickstart"].output.result()
+    (folder,) = (examples["quickstart"].folder / "runs").iterdir()
     return output, folder
 
 
@@ -88,11 +113,9 @@ def test_the_readme_shows_what_the_quickstart_prints(quickstart: tuple[str, Path
     assert set(trials) <= printed
 
 
-def test_the_quickstart_script_says_the_command_that_it_runs() -> None:
-    stamps = [ROOT / ".venv" / name for name in ("installed", "installed-dev")]
-    if not any(stamp.exists() for stamp in stamps):
-        pytest.skip("would install packages: there is no .venv that scripts/test made")
-    first, second, *rest = run("scripts/quickstart").splitlines()
+@pytest.mark.skipif(not IS_INSTALLED, reason="would install packages: there is no .venv that scripts/test made")
+def test_the_quickstart_script_says_the_command_that_it_runs(examples: dict[str, Example]) -> None:
+    first, second, *rest = examples["script"].output.result().splitlines()
     assert first == "$ .venv/bin/sandbox-exec run examples/quickstart/experiment.yaml"
     assert cells("\n".join(rest), QUICKSTART) == QUICKSTART
     shutil.rmtree(ROOT / second.partition(":")[0])
@@ -102,8 +125,8 @@ def test_the_quickstart_script_says_the_command_that_it_runs() -> None:
 
 
 @pytest.fixture(scope="module")
-def pool() -> str:
-    return run(sys.executable, "-W", "error", "examples/pool.py")
+def pool(examples: dict[str, Example]) -> str:
+    return examples["pool"].output.result()
 
 
 def test_the_pool_shows_each_agent_with_its_status_and_score(pool: str) -> None:
@@ -131,8 +154,8 @@ def test_the_readme_shows_what_the_pool_prints() -> None:
     assert {name: row[0] for name, row in cells(README, POOL).items()} == POOL
 
 
-def test_the_python_example_is_interrupted_and_continued(tmp_path: Path) -> None:
-    output = run(sys.executable, "-W", "error", "examples/python_api.py", str(tmp_path))
+def test_the_python_example_is_interrupted_and_continued(examples: dict[str, Example]) -> None:
+    output = examples["python_api"].output.result()
     first, second = output.split("continue:\n")
     committed = re.search(r"interrupted \(seen enough for now\): (\d+) of 12 trials", first)
     assert committed is not None
@@ -146,11 +169,11 @@ def test_the_python_example_is_interrupted_and_continued(tmp_path: Path) -> None
         ("many", "sleepy"): "task_timeout",
     }
     assert "completed: 12 of 12 trials" in second
-    assert [*tmp_path.glob("medians-*/run.db")]
+    assert [*examples["python_api"].folder.glob("medians-*/run.db")]
 
 
-def test_the_second_example_of_a_pool_maps_awaits_and_cancels() -> None:
-    output = run(sys.executable, "-W", "error", "examples/asyncio_and_map.py")
+def test_the_second_example_of_a_pool_maps_awaits_and_cancels(examples: dict[str, Example]) -> None:
+    output = examples["asyncio_and_map"].output.result()
     assert re.findall(r"(\d+) is prime", output) == ["2", "3", "5", "7", "11"]
     assert "1: agent_error, StopIteration" in output
     assert "smallest factors of 91, 143, 221: 7 11 13" in output

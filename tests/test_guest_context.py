@@ -9,27 +9,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import PATIENCE_S, Meeting, meetings
+from support import PATIENCE_S, Meeting
 
 from sandbox_exec import Limits, Pool, Status, TrialTimeout
 from sandbox_exec.guest import TrialContext, context
 from sandbox_exec.guest.logs import TraceHandler
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool(max_workers=1) as pool:
-        yield pool
-
-
-@pytest.fixture
-def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    yield from meetings(tmp_path)
 
 
 class Traced:

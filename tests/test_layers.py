@@ -21,7 +21,7 @@ ROOT = "__init__"
 # A module imports from the rows above its own, and from itself where it is a folder; never sideways.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"clock", "units"},
+    {"clock", "figures", "units"},
     {"contracts"},
     {"guest"},
     {"artifacts", "experiment"},
@@ -39,7 +39,7 @@ LAYERS: list[set[str]] = [
     {"regrade"},
     {ROOT},  # re-exports, for users; above it, a name is imported from where it lives
     {"display", "testing"},
-    {"cli_artifacts", "cli_images", "cli_reap", "cli_runs"},
+    {"cli_artifacts", "cli_images", "cli_preflight", "cli_reap", "cli_report", "cli_runs"},
     {"cli"},
     {"__main__"},
 ]

@@ -12,13 +12,13 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from support import PATIENCE_S, Meeting, meetings
+from support import PATIENCE_S, Meeting
 
 from sandbox_exec import Blame, Command, Limits, Pool, Rung, SandboxUnavailable, Status
 from sandbox_exec.containment import Cgroups, Containment, require
@@ -26,17 +26,6 @@ from sandbox_exec.guest import context
 
 MIB = 1 << 20
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no agent loads this module, and pytest with it
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool(max_workers=1) as pool:
-        yield pool
-
-
-@pytest.fixture
-def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    yield from meetings(tmp_path)
 
 
 def held_by_cgroup(name: str) -> Callable[[Any], Any]:
@@ -110,22 +99,22 @@ def test_what_an_agent_writes_to_its_places_counts_as_its_memory(pool: Pool) -> 
     assert pool.submit(agent, limits=limits).result(PATIENCE_S).status is Status.MEMORY_EXCEEDED
 
 
-def test_an_agent_below_its_ceiling_is_left_alone_also_after_one_that_was_not(pool: Pool) -> None:
+def test_an_agent_below_its_ceiling_is_left_alone_also_after_one_that_was_not(one_slot: Pool) -> None:
     def agent(size: int) -> int:
         return len(bytearray(size))
 
     limits = Limits(memory="64MiB")
     for _ in range(3):
-        assert pool.submit(agent, 40 * MIB, limits=limits).result(PATIENCE_S).unwrap() == 40 * MIB
-        assert not pool.submit(agent, 400 * MIB, limits=limits).result(PATIENCE_S).ok
+        assert one_slot.submit(agent, 40 * MIB, limits=limits).result(PATIENCE_S).unwrap() == 40 * MIB
+        assert not one_slot.submit(agent, 400 * MIB, limits=limits).result(PATIENCE_S).ok
 
 
-def test_the_ceiling_of_a_slot_can_rise_and_fall(pool: Pool) -> None:
+def test_the_ceiling_of_a_slot_can_rise_and_fall(one_slot: Pool) -> None:
     def agent(size: int) -> int:
         return len(bytearray(size))
 
     for memory, size, fits in (("32MiB", 60, False), ("128MiB", 60, True), ("32MiB", 60, False), (None, 200, True)):
-        outcome = pool.submit(agent, size * MIB, limits=Limits(memory=memory)).result(PATIENCE_S)
+        outcome = one_slot.submit(agent, size * MIB, limits=Limits(memory=memory)).result(PATIENCE_S)
         assert outcome.ok is fits, (memory, size, outcome)
 
 
@@ -286,13 +275,13 @@ def test_an_agent_that_copes_with_a_full_disk_has_succeeded(pool: Pool) -> None:
     assert pool.submit(agent, limits=Limits(disk="2MiB")).result(PATIENCE_S).unwrap() == "coped"
 
 
-def test_the_room_of_one_trial_is_not_taken_by_the_last(pool: Pool) -> None:
+def test_the_room_of_one_trial_is_not_taken_by_the_last(one_slot: Pool) -> None:
     def agent() -> None:
         with open("large", "wb", 0) as file:
             file.write(bytes(3 * MIB))
 
     for _ in range(3):
-        assert pool.submit(agent, limits=Limits(disk="4MiB")).result(PATIENCE_S).ok
+        assert one_slot.submit(agent, limits=Limits(disk="4MiB")).result(PATIENCE_S).ok
 
 
 def test_descriptors_are_limited(pool: Pool) -> None:
@@ -574,7 +563,7 @@ def test_a_slot_that_was_left_clean_is_used_again() -> None:
     assert len(keepers) == 1
 
 
-def test_traces_of_one_trial_are_not_in_the_next(pool: Pool) -> None:
+def test_traces_of_one_trial_are_not_in_the_next(one_slot: Pool) -> None:
     def writes_and_dies(number: int) -> None:
         context().trace("step", number=number)
         os.write(1, b"torn")
@@ -582,7 +571,7 @@ def test_traces_of_one_trial_are_not_in_the_next(pool: Pool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     for number in range(5):
-        outcome = pool.submit(writes_and_dies, number).result()
+        outcome = one_slot.submit(writes_and_dies, number).result()
         assert [event["number"] for event in outcome.trace] == [number]
         assert outcome.stdout == "torn"
         assert outcome.dropped.trace_torn == 1

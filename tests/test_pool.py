@@ -15,22 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import PATIENCE_S, Meeting, Script, meetings
+from support import PATIENCE_S, Meeting, Script
 
 from sandbox_exec import AgentFailed, Blame, Command, InvalidValue, Limits, Pool, PoolClosed, Status
 from sandbox_exec.contracts import Rung
 from sandbox_exec.guest import context
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool(max_workers=2) as pool:
-        yield pool
-
-
-@pytest.fixture
-def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    yield from meetings(tmp_path)
 
 
 def shell(text: str, **rest: Any) -> Command:

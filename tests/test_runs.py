@@ -348,18 +348,13 @@ def test_a_function_that_is_not_the_frozen_one_is_refused(tmp_path: Path, harm: 
     ("changes", "message"),
     [
         ({"sandbox": {"kind": "docker", "image": "x"}}, "variant 'good': a function runs in the process sandbox only"),
-        ({"grading": {"command": ["true"]}}, "grading: is not built yet"),
-        (
-            {"tasks": [{"id": "t", "input": 1, "grading": {"command": ["true"]}}]},
-            "task 't': grading is not built yet",
-        ),
         (
             {"variants": [{"id": "v", "agent": {"artifact": "a.tar.gz"}}]},
             "variant 'v': agent.artifact: '.*/a.tar.gz' is not a frozen artifact that can be used: it is not gzip",
         ),
         ({"variants": [command("true", pass_env=["NO_SUCH_KEY"])]}, "variant 'shell': pass_env names NO_SUCH_KEY"),
     ],
-    ids=["function in docker", "grading", "grading of a task", "artifact", "missing secret"],
+    ids=["function in docker", "artifact", "missing secret"],
 )
 def test_what_cannot_be_run_is_refused_before_there_is_a_run(
     tmp_path: Path, changes: dict[str, Any], message: str

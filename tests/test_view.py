@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support import PATIENCE_S, Meeting, Script, meetings
+from support import PATIENCE_S, Meeting, Script
 
 from sandbox_exec import Command, InvalidValue, Limits, Pool
 from sandbox_exec.containment.view import View, build_view, can_reach, python_paths
@@ -38,11 +38,6 @@ def home(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     assert Path.home() == home
     return home
-
-
-@pytest.fixture
-def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    yield from meetings(tmp_path)
 
 
 def run(call: Any, *args: Any, **limits: Any) -> Any:

@@ -7,11 +7,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support import PATIENCE_S, Meeting, Watch, children, meetings, reap
+from support import PATIENCE_S, Meeting, Watch, children, reap
 
 from sandbox_exec import Blame, Limits, Pool, Status
 from sandbox_exec.sandbox.provider import Provider
@@ -23,11 +22,6 @@ def _orphans() -> Iterator[None]:
     before = children()
     yield
     reap(children() - before)
-
-
-@pytest.fixture
-def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    yield from meetings(tmp_path)
 
 
 def waits(meeting: Any, word: str) -> str:

@@ -375,6 +375,7 @@ class TrialCompletion(_OfTrial, Judged):
     exit_code: int | None = None
     signal: int | None = None
     grade: Grade | None = None
+    grade_sha256: str | None = Field(default=None, description="Digest of grade.json, if there is one.")
     grading: GradingReport | None = Field(default=None, description="None: it was not graded.")
     retry_after_s: Seconds | None = Field(default=None, description="When a provider allows the next attempt.")
     dropped: Dropped = Dropped()

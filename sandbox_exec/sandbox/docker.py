@@ -843,11 +843,11 @@ def _size_of(top: Path, most_files: int) -> int:
         try:
             with os.scandir(pending.pop()) as entries:
                 for entry in entries:
-                    with contextlib.suppress(OSError):
+                    files += 1
+                    with contextlib.suppress(FileNotFoundError):
                         total += entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):
                             pending.append(entry.path)
-                    files += 1
         except (FileNotFoundError, NotADirectoryError):
             continue  # gone while we looked
         except OSError:  # closed to us, or deeper than a path can say: what is in there would not count

@@ -230,6 +230,8 @@ class Executor:
                 self._fail(*_unwritten(failure, self.folder))
                 return
         fields: dict[str, Any] = {**self._fields, "grading": graded.report, "grade": graded.grade}
+        if graded.grade is not None and graded.raw is not None:
+            fields["grade_sha256"] = hashlib.sha256(graded.raw).hexdigest()
         if graded.status is not Status.SUCCESS and (
             self._fields["status"] is Status.SUCCESS or graded.status is not Status.GRADE_ERROR
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,17 @@ def experiment(base: Path, tasks: Sequence[dict[str, Any]], image: str | None = 
 
 
 class OnTrace(RunCallback):
-    """Calls back once, when so many trials have traced: their agents run."""
+    """Calls back once, when so many trials have traced, and a beat later: their agents run, and their workers know."""
 
     def __init__(self, trials: int, call: Callable[[], object]) -> None:
         self._left, self._call = trials, call
-        self._traced: set[int] = set()
+        self._beats: Counter[int] = Counter()
         self.failure: BaseException | None = None
 
     def on_trace(self, slot: Slot, phase: str, events: int) -> None:
-        if events and self._left and slot.schedule_idx not in self._traced:
-            self._traced.add(slot.schedule_idx)
+        if events:
+            self._beats[slot.schedule_idx] += 1
+        if events and self._beats[slot.schedule_idx] == 2:
             self._left -= 1
             if self._left == 0:
                 try:

@@ -122,7 +122,7 @@ def selected(request: pytest.FixtureRequest) -> list[Trial]:
 
 
 class Results:
-    """The results of many trials; those of a place are run together, beside each other, when one of them is wanted."""
+    """The results of many trials. All of them are run, beside each other, when the first is wanted."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         self._trials = trials
@@ -130,35 +130,43 @@ class Results:
 
     def __getitem__(self, trial: Trial) -> Result:
         """Skips the test if there is no such place."""
-        place = PLACES[trial.place]
-        if reason := place.why_not():
+        if reason := PLACES[trial.place].why_not():
             pytest.skip(reason)
-        if trial not in self._done:
-            own = [each for each in self._trials if each.place == place.name]
-            self._done |= {each: Result() for each in own}
-            (_run_in_drivers if place.is_driver else _run_here)(place, own, self._done)
+        if not self._done:
+            self._done = {each: Result() for each in self._trials}
+            _run([each for each in self._trials if not PLACES[each.place].why_not()], self._done)
         return self._done[trial]
 
 
-def _run_here(place: Place, trials: Sequence[Trial], results: dict[Trial, Result]) -> None:
-    with runner.Surroundings() as around:
-        for report in runner.run_beside(place.situation.rung, _cases(trials), around):
-            results[Trial(place.name, report.name, report.form)].report = report
+def _run(trials: Sequence[Trial], results: dict[Trial, Result]) -> None:
+    """In turns, as many at a time as pay: what is long goes first."""
+    by_place = {place: [trial for trial in trials if trial.place == place.name] for place in PLACES.values()}
+    with ThreadPoolExecutor(DRIVERS) as threads, runner.Surroundings() as around:
+        done = [
+            threads.submit(_run_batch, place, batch, results) if place.is_driver
+            else threads.submit(_run_here, place, batch, results, around)
+            for place, own in by_place.items()
+            for batch in _batches(place, own)
+        ]  # fmt: skip
+        for one in done:
+            one.result()
         for trial in trials:
-            results[trial].has_exploded = around.has_exploded
+            results[trial].has_exploded = around.has_exploded and not PLACES[trial.place].is_driver
 
 
-def _run_in_drivers(place: Place, trials: Sequence[Trial], results: dict[Trial, Result]) -> None:
+def _batches(place: Place, trials: Sequence[Trial]) -> list[list[Trial]]:
+    """What runs in one process: all that harms nobody, if a pid namespace tells the trials apart."""
     if place.situation.namespaced:
-        batches = [list(trials)]
-    else:
-        alone = [trial for trial in trials if CATALOG[trial.agent].harms_where(place.situation)]
-        rest = sorted(set(trials) - set(alone), key=trials.index)
-        count = min(DRIVERS, 1 + len(rest) // A_DRIVERS_WORTH)
-        batches = [[trial] for trial in alone] + [batch for i in range(count) if (batch := rest[i::count])]
-    with ThreadPoolExecutor(DRIVERS) as threads:
-        for done in [threads.submit(_run_batch, place, batch, results) for batch in batches]:
-            done.result()
+        return [list(trials)] if trials else []
+    alone = [trial for trial in trials if CATALOG[trial.agent].harms_where(place.situation)]
+    rest = sorted(set(trials) - set(alone), key=trials.index)
+    count = min(DRIVERS, 1 + len(rest) // A_DRIVERS_WORTH)
+    return [batch for i in range(count) if (batch := rest[i::count])] + [[trial] for trial in alone]
+
+
+def _run_here(place: Place, trials: Sequence[Trial], results: dict[Trial, Result], around: runner.Surroundings) -> None:
+    for report in runner.run_beside(place.situation.rung, _cases(trials), around):
+        results[Trial(place.name, report.name, report.form)].report = report
 
 
 def _run_batch(place: Place, trials: Sequence[Trial], results: dict[Trial, Result]) -> None:
@@ -183,7 +191,10 @@ def drive(
     uid = None if situation.as_root else ordinary_user.new_uid()
     homes = leftovers.cgroup_homes() if situation.delegated or situation.as_root else []
     with ordinary_user.DelegatedCgroups(homes, uid or 0) as cgroups:
-        driver = ordinary_user.start("hostile.driver", spec, uid=uid, cgroups=cgroups.folders, patience_s=patience_s)
+        with runner.STARTING:
+            driver = ordinary_user.start(
+                "hostile.driver", spec, uid=uid, cgroups=cgroups.folders, patience_s=patience_s
+            )
         try:
             lines = list(driver.lines())
         finally:

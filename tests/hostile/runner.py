@@ -33,6 +33,7 @@ from sandbox_exec import Command, Limits, Outcome, Pool
 AGENTS = Path(__file__).parent / "agents"
 LANES = 8  # most agents do nothing but wait for their deadline
 LONGER = 20  # times, for an agent that was not ready in time on a machine that is busy
+STARTING = threading.Lock()  # held by who starts a child of this process: by then, what is new is known to be its own
 Case = tuple[str, str]  # the name of a row, and "callable" or "command"
 
 
@@ -200,12 +201,11 @@ def run_beside(rung: str, cases: Sequence[Case], around: Surroundings, lanes: in
     done: queue.SimpleQueue[Report | BaseException | None] = queue.SimpleQueue()
     for case in cases:
         todo.put(case)
-    starting = threading.Lock()
 
     def work() -> None:
         try:
             with Pool(1, containment=rung) as pool:
-                with starting:
+                with STARTING:
                     before = set(leftovers.children(os.getpid()))
                     keeper_of_next(pool, Limits())
                     zygotes = set(leftovers.children(os.getpid())) - before

@@ -81,3 +81,36 @@ def test_a_cgroup_of_a_living_process_of_another_is_not_ours() -> None:
     assert leftovers._is_anothers(f"{leftovers.PREFIX}-{os.getppid()}-{namespace}-0")
     assert not leftovers._is_anothers(f"{leftovers.PREFIX}-{os.getpid()}-{namespace}-0")
     assert not leftovers._is_anothers(f"{leftovers.PREFIX}-{os.getppid()}-{namespace + 1}-0")
+
+
+CONTAINER = "0123456789ab" * 5
+
+
+@pytest.mark.parametrize(
+    ("path", "is_ours"),
+    [
+        ("{place}/anything", True),
+        ("{place}/sandbox-exec-x/box", True),
+        ("{place}/engine-x/data", True),  # of an engine that a test started and has to stop
+        ("{place}/engine-x/exec/netns/default", True),
+        ("{place}/engine-x/data/overlay2/x/merged", False),
+        ("{usual}/sandbox-exec-x/box", True),
+        ("{usual}/sandbox-exec-tests-of-another/sandbox-exec-x/box", False),
+        ("{usual}/elsewhere", False),
+        (f"/var/lib/docker/containers/{CONTAINER}/mounts/shm", False),
+        ("/var/lib/sandbox-exec-engine-0123abcd/data", False),
+        ("/var/lib/sandbox-exec-engine-0123abcd/data/overlay2/x/merged", False),
+        (f"/opt/sandbox-exec/engine/exec/netns/{CONTAINER[:12]}", False),
+        (f"/opt/sandbox-exec/engine/data/rootfs/overlayfs/{CONTAINER}", False),
+    ],
+)
+def test_a_mount_is_ours_by_its_place_or_its_name_and_never_a_containers(path: str, is_ours: bool) -> None:
+    place = os.path.realpath(tempfile.gettempdir())
+    assert leftovers._is_our_mount(path.format(place=place, usual=os.path.dirname(place))) is is_ours
+
+
+def test_a_scratch_folders_mount_is_anothers_while_that_other_lives() -> None:
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    usual = os.path.dirname(os.path.realpath(tempfile.gettempdir()))
+    for pid, is_ours in ((os.getppid(), False), (os.getpid(), True), (1 << 30, True)):
+        assert leftovers._is_our_mount(f"{usual}/sandbox-exec-docker-{pid}-1-abc-{namespace}-x/box") is is_ours

@@ -37,6 +37,9 @@ TRIALS = [
 HERE = [place for place in NAMESPACED if not place.is_driver]  # rungs that this process can use itself
 
 
+pytestmark = pytest.mark.timeout(300)  # seconds: the first test runs the trials of all
+
+
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> places.Results:
     return places.Results(places.selected(request))

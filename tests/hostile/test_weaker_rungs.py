@@ -33,6 +33,9 @@ def _trials() -> list[Trial]:
     return trials
 
 
+pytestmark = pytest.mark.timeout(300)  # seconds: the first test runs the trials of all
+
+
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> places.Results:
     return places.Results(places.selected(request))
