@@ -96,7 +96,7 @@ def _show(report: Preflight) -> None:
     elif report.findings:
         print("\n".join(lines_of(table)))
     for line in report.checked:
-        print(f"looked at {clean(line)}")
+        print(f"checked: {clean(line)}")
     if report.from_cache:
         print(f"{report.from_cache} images and trials were in order the last time, and have not changed")
     counts = Counter[str](finding.level for finding in report.findings)

@@ -874,7 +874,7 @@ class _Full:
         except engine.EngineErrors as error:
             return [_Found("error", "sandbox.kind", engine.explain(error), "see the engine's log")]
         names = sorted(images_of(self.experiment))
-        self.say(f"{len(names)} images: are they there, and do they have what is needed?")
+        self.say(f"images to look at: {len(names)}")
         found: list[_Found] = []
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
             for name, seen in zip(
@@ -1110,7 +1110,7 @@ class _Secrets:
             if os.path.exists(top):
                 self._take(top, kind)
         self.sizes = {size for size, _ in self.by_content}
-        self.digest = json_digest(sorted([*map(list, self.by_content)] + [[place] for place in self.by_place]))
+        self.digest = json_digest([sorted(self.by_content), sorted(self.by_place)])
 
     def _take(self, top: str, kind: str) -> None:
         for path, size in _files_of(top):
@@ -1301,9 +1301,9 @@ class _Smoke:
                     self._cache.put(inputs, _Kept(found=tuple(new)))
                     found += new
         counts = Counter[str](one.kind for one in tries)
-        told = {"start": "images started", "null": "agents that do nothing", "reference": "reference solutions"}
+        told = {"start": "start of an image", "null": "null agent", "reference": "reference solution"}
         self._full.checked.append(
-            "smoke: " + ", ".join(f"{counts[kind]} {told[kind]}" for kind in told if counts[kind])
+            "smoke: " + ", ".join(f"{told[kind]} x {counts[kind]}" for kind in told if counts[kind])
         )
         return found
 
@@ -1347,7 +1347,8 @@ class _Smoke:
 
     def _dispatch(self, number: int, one: _Try, graders: Graders, folder: Path) -> TrialDispatch:
         experiment, base, task = self._experiment, self._experiment.base, one.task
-        slot = Slot(schedule_idx=number, variant_id=one.variant.id, task_id=task.id, repeat=0)
+        repeat = int(one.kind == "reference")  # another trial than the null agent's, with a folder of its own
+        slot = Slot(schedule_idx=number, variant_id=one.variant.id, task_id=task.id, repeat=repeat)
         limits = experiment.limits(task)
         answer: Path | None = None
         agent = one.variant.agent

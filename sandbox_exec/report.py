@@ -221,7 +221,7 @@ def report_of(folder: Path) -> Report:
     judged = [*_judged(trials)]
     by_variant: dict[str, list[_Verdict]] = {variant.id: [] for variant in experiment.variants}
     for one in judged:
-        by_variant[one.trial.variant_id].append(one)
+        by_variant.setdefault(one.trial.variant_id, []).append(one)
     comparisons = tuple(_comparisons(by_variant, experiment.seed))
     failures = read.failures()
     return Report(

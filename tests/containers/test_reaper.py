@@ -245,9 +245,8 @@ def test_a_killed_pool_on_a_weak_rung_leaves_a_folder_that_the_next_run_removes(
         script.process.wait()
         reap_orphans(known)
     assert folder.exists()
-    done = subprocess.run([sys.executable, "-c", _RUN, place], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "completed False\n"), done.stderr
-    assert not folder.exists()
+    done = subprocess.run([sys.executable, "-c", _RUN, place, folder], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "False\ncompleted False\n"), done.stderr
 
 
 _POOL = """
@@ -259,10 +258,11 @@ _POOL = """
         signal.pause()
 """
 _RUN = """
-import sys
+import os, sys
 from sandbox_exec import Experiment, run
+def before_the_first_trial(_): print(os.path.exists(sys.argv[2]), flush=True)
 one = Experiment(name="t", tasks=[{"id": "t", "input": {}}], variants=[{"id": "v", "agent": {"command": ["true"]}}])
-print(run(one, runs=sys.argv[1] + "/runs").status, "docker" in sys.modules)
+print(run(one, runs=sys.argv[1] + "/runs", on_ready=before_the_first_trial).status, "docker" in sys.modules)
 """
 
 
@@ -300,8 +300,12 @@ def test_what_outlived_everybody_is_gone_after_reap_or_the_start_of_another_run(
     orphan(tmp_path / "second", busybox_image)
     assert len(of_run("r")) == 2
     one = experiment(tmp_path / "base", [{"id": "a", "input": READY}], busybox_image)
-    assert runs.run(one, runs=tmp_path, run_id="another").status == "completed"
-    assert_nothing_left("r")
+
+    def before_its_first_trial(_: object) -> None:
+        assert_nothing_left("r")
+
+    ended = runs.run(one, runs=tmp_path, run_id="another", on_ready=before_its_first_trial)
+    assert ended.status == "completed"
     assert statuses(tmp_path / "another") == [Status.SUCCESS]
 
 
