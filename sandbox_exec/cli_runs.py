@@ -475,6 +475,9 @@ def _file_schema() -> dict[str, Any]:
 
 def _contracts() -> dict[str, type[Contract]]:
     import sandbox_exec.doctor
+    import sandbox_exec.images
+    import sandbox_exec.preflight
+    import sandbox_exec.report
     import sandbox_exec.runs  # noqa: F401  # contracts of their own
 
     found: dict[str, type[Contract]] = {}

@@ -434,6 +434,11 @@ class Coordinator:
         no_room = self._is_no_room(completion)
         trial.ticket = None
         following = self._following(trial, completion, no_room)
+        if following is None and self._is_without_engine(completion):
+            self._keep(completion)
+            self.board.requeue(slot.schedule_idx, self._clock.now_s())
+            assert completion.error is not None
+            raise SandboxUnavailable(completion.error.message)
         if following is None:
             self.board.finish(slot.schedule_idx)
             if found.value is None or slot.schedule_idx - self.board.next_to_commit < _KEPT:
@@ -459,6 +464,15 @@ class Coordinator:
             trial.ended,
             seed=derive_seed(self.experiment.seed, completion.trial_id),
             retry_after_s=completion.retry_after_s,
+        )
+
+    def _is_without_engine(self, completion: TrialCompletion) -> bool:
+        """Whether every trial would end so: an engine that is away is no verdict on anybody."""
+        return (
+            self.experiment.sandbox.kind == "docker"
+            and completion.status is Status.ENVIRONMENT_ERROR
+            and completion.error is not None
+            and completion.error.type in ("SandboxUnavailable", "SandboxLost")
         )
 
     def _is_no_room(self, completion: TrialCompletion) -> bool:

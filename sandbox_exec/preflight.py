@@ -393,6 +393,8 @@ def _programs(experiment: Experiment) -> Iterator[_Found]:
         agent = variant.agent
         if agent.python is not None and (why := _module_fault(agent.python, base)):
             yield _Found("error", "agent.python", why, "put the module beside the experiment", "variant", variant.id)
+        elif agent.python is not None:
+            yield from _locked(variant, [os.path.join(base, agent.python.partition(":")[0].partition(".")[0] + ".py")])
         if agent.command is None:
             continue
         program = _program(agent.command, base)
@@ -400,6 +402,7 @@ def _programs(experiment: Experiment) -> Iterator[_Found]:
         if why := _program_fault(program, path, in_process, workspaces):
             todo = "name a program that is there"
             yield _Found("error", "agent.command", why, todo, "variant", variant.id)
+        yield from _locked(variant, [os.path.join(base, word) for word in agent.command if word[:1] not in ("", "-")])
         for word in _scripts(agent.command):
             if not any(os.path.isfile(os.path.join(top, word)) for top in (base, *filter(None, workspaces))):
                 what = f"{word!r} is neither beside the experiment nor in a task's workspace"
@@ -418,6 +421,14 @@ def _programs(experiment: Experiment) -> Iterator[_Found]:
             if not any(os.path.isfile(os.path.join(top, word)) for top in filter(None, (grader.assets, base))):
                 what = f"{word!r} is neither in the assets nor beside the experiment"
                 yield _Found("error", "grading.command", what, "put it into the assets", "task", task.id)
+
+
+def _locked(variant: Variant, files: Iterable[str]) -> Iterator[_Found]:
+    """Files of ours that the agent is shown, and may not read: root's trials run as nobody."""
+    for file in files if os.geteuid() == 0 else ():
+        if os.path.isfile(file) and not os.stat(file).st_mode & 0o004:
+            what = f"{file} can be read by its owner only, and agents are none of your users"
+            yield _Found("error", "agent", what, "chmod o+r it", "variant", variant.id)
 
 
 def _scripts(command: Sequence[str]) -> Iterator[str]:
@@ -836,7 +847,7 @@ class _Full:
             self.secrets = _Secrets(None)
             yield _Found("error", "grading.assets", what, "let this user read it")
             return
-        for path in self.secrets.locked if os.geteuid() == 0 else ():
+        for path in self.secrets.locked if self._as_nobody() else ():
             what = f"{path} can be read by its owner only, and graders are none of your users"
             yield _Found("error", "grading.assets", what, "chmod -R o+rX it")
         for variant_id, manifest in self._manifests.items():
@@ -844,6 +855,12 @@ class _Full:
                 if (name := self.secrets.by_content.get((file.size, file.sha256))) and not self._is_public(file.sha256):
                     what = f"{file.path} in the artifact is {name} of the grading"
                     yield _Found("error", "agent.artifact", what, "freeze it without that", "variant", variant_id)
+
+    def _as_nobody(self) -> bool:
+        """Whether graders see the assets themselves, as a user who owns nothing: elsewhere they get copies."""
+        grading = self.experiment.grading
+        is_fresh = grading is None or grading.in_ == "fresh"
+        return os.geteuid() == 0 and is_fresh and self.experiment.sandbox.kind == "docker"
 
     def _is_public(self, sha256: str) -> bool:
         """Whether agents are given a file of that content: then it is no secret."""

@@ -18,11 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from sandbox_exec.contracts import Experiment, Grade, GradingSettings, Slot, Status, Variant, derive_trial_id
+from sandbox_exec.contracts import (
+    Experiment,
+    Grade,
+    GradingSettings,
+    Slot,
+    Status,
+    Task,
+    TaskGrading,
+    Variant,
+    derive_trial_id,
+)
 from sandbox_exec.contracts.experiment import told
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.experiment import load_experiment, load_grading
 from sandbox_exec.graders import FUNCTIONS
+from sandbox_exec.report import TagReport, VariantReport, report_of
 from sandbox_exec.runs import RUNS, RunSummary, make_run, new_run_id, work_at
 from sandbox_exec.store import RunStore, attempt_folder
 from sandbox_exec.trial.grading import ANSWER
@@ -132,17 +143,39 @@ def changes_of(grading: Path, before: Path) -> list[Change]:
 
 
 def lines_of(grading: Path, before: Path | None) -> list[str]:
-    """For a person: what changed against the grades of before."""
+    """For a person: how it came out, by variant and tag, and what changed against the grades of before."""
+    report = report_of(grading)
+    lines = [f"{one.variant_id}: {_figures(one)}" for one in report.variants if one.trials]
+    lines += [f"{one.variant_id}, {one.tag}: {_figures(one)}" for one in report.tags]
     if before is None:
-        return []
+        return lines
+    missing = _committed(before) - report.committed
+    if report.finished and missing > 0:
+        lines.append(f"not graded: {missing} trials of the run, which were not asked for or left nothing that was kept")
     changes = changes_of(grading, before)
     if not changes:
-        return ["no grade is another than before"]
-    lines = [f"{len(changes)} grades are others than before:"]
+        return [*lines, "no grade is another than before"]
+    lines.append(f"{len(changes)} grades are others than before:")
     lines += [f"  {one.trial_id}: {_told(one.before)} -> {_told(one.after)}" for one in changes[:_MOST_CHANGES]]
     if len(changes) > _MOST_CHANGES:
         lines.append(f"  ... and {len(changes) - _MOST_CHANGES} more")
     return lines
+
+
+def _figures(one: VariantReport | TagReport) -> str:
+    found = []
+    if one.pass_rate is not None:
+        rate = one.pass_rate
+        interval = f"[{rate.low * 100:.1f}, {rate.high * 100:.1f}]"
+        found.append(f"passed {rate.passed} of {rate.n}, {rate.rate * 100:.1f} % {interval}")
+    if one.score is not None:
+        found.append(f"mean score {one.score.mean:.3f}")
+    return "; ".join(found) or "no grades"
+
+
+def _committed(folder: Path) -> int:
+    with RunStore.open(folder, write=False) as store:
+        return store.progress().committed
 
 
 def _told(grade: Grade | None) -> str:
@@ -253,7 +286,7 @@ def _without_agents(experiment: Experiment, settings: GradingSettings | None, ba
     """The experiment with nothing in it that concerns agents: what they cannot influence is not an input."""
     tasks = []
     for task in experiment.tasks:
-        own = None if replaced else task.grading
+        own = _own_grading(task, experiment.base, settings) if replaced else task.grading
         if own is None and settings is None:
             raise InvalidValue(f"task {task.id!r} has no grading: name one with --with")
         fields: dict[str, Any] = {"depends_on": (), "chain": None, "workspace": None, "reference": None, "grading": own}
@@ -269,6 +302,13 @@ def _without_agents(experiment: Experiment, settings: GradingSettings | None, ba
         grading=settings,
         base=base,
     )
+
+
+def _own_grading(task: Task, base: Path, settings: GradingSettings | None) -> TaskGrading | None:
+    """What a task keeps of its own under another grader: its assets, unless that one names some for all."""
+    if task.grading is None or task.grading.assets is None or (settings is not None and settings.assets is not None):
+        return None
+    return TaskGrading(assets=Path(os.path.abspath(base / task.grading.assets)))
 
 
 def _variants(ids: Iterable[str]) -> list[Variant]:

@@ -64,6 +64,7 @@ def _boot(control: _socket.socket, boot: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are reaped by the kernel; pidfds tell of their end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     boot["landlock"] = 0
+    os.umask(0o022)  # whatever the caller's is: agents of another uid must find their way in what is made here
     try:
         if boot["mode"] == "namespaces":
             if boot["user_namespace"]:

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import docker.errors
 import docker.types
 
 from sandbox_exec.containment.ladder import nobodys_uid
@@ -60,11 +61,13 @@ _BOX_LOOK_S: Final = 0.5  # and between those at plain folders
 _EOF_S: Final = 2.0  # for the rest of the output, once the container has ended
 _GONE_S: Final = 5.0  # for the engine to say how a container ended that has; it takes some milliseconds
 _SHM_BYTES: Final = 64 << 20  # the engine's own default
+_NOT_RUN: Final = (126, 127)  # what init exits with if it cannot start the program; and any program, if it likes
 _FRAME: Final = struct.Struct(">BxxxI")  # before each piece of output: which stream, how long
 _STREAM: Final[dict[int, Stream]] = {1: "stdout", 2: "stderr"}
 _CHUNK: Final = 1 << 16
 _PIPE_BYTES: Final = 1 << 20
 _F_SETPIPE_SZ: Final = 1031
+_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # the engine's own
 _PROOF: Final = "init of the container's pid namespace is gone, and the kernel killed all in it first"
 _UNPROVEN: Final = "none: the engine is gone, and its container is not ours to kill; `sandbox-exec reap` will"
 _SAID: Final = "the engine says that the container has ended, and with it its pid namespace"
@@ -282,7 +285,9 @@ class DockerSandboxes:
             _bind(folder / "trace", TRACE),
             *(_bind(path, str(path), read_only=True) for path in limits.readable),
         ]
-        room = f"rw,nosuid,nodev,exec,size={limits.disk},nr_inodes={limits.files},mode=1777"
+        # Podman knows no ceiling of names, and would copy in what the image has there.
+        more = "notmpcopyup" if engine.is_podman(self._info) else f"nr_inodes={limits.files}"
+        room = f"rw,nosuid,nodev,exec,size={limits.disk},{more},mode=1777"
         # A volume that the image asks for would be a folder of the engine's without a limit, with a life of its own.
         # Where a place of ours is, none is made.
         taken = {"/tmp", *(bind["Target"] for bind in binds)}
@@ -384,7 +389,7 @@ class DockerSandbox:
     # --- what the supervisor asks for ---
 
     def start(self, launch: Launch, listener: Listener) -> None:
-        self._listener, self._limits = listener, launch.limits
+        self._listener, self._limits, self._argv = listener, launch.limits, launch.argv
         began_s = time.monotonic()
 
         def then(_: None, error: BaseException | None) -> None:
@@ -495,6 +500,7 @@ class DockerSandbox:
         self._started = True
         if self._listener:
             self._listener.on_started()
+        self._loop.add_look(self._look)
         self._calls.make(lambda: self._client.wait(self.made.container, timeout=None), self._on_waited)
         self._calls.make(lambda: self._client.inspect_container(self.made.container)["State"], self._on_state)
         if self._killing:
@@ -517,7 +523,6 @@ class DockerSandbox:
             return
         self._pidfd, self._group = pidfd, _find_group(lines)
         self._loop.add(pidfd, self._on_gone)
-        self._loop.add_look(self._look)
         if self._killing:
             self._kill_now()
 
@@ -546,7 +551,13 @@ class DockerSandbox:
             self._loop.add_look(self._look)
             self._finish_if_quiet()
 
-        self._calls.make(lambda: self._client.inspect_container(self.made.container)["State"], then)
+        self._calls.make(lambda: self._last_state(code), then)
+
+    def _last_state(self, code: int) -> dict[str, Any]:
+        state: dict[str, Any] = self._client.inspect_container(self.made.container)["State"]
+        if code in _NOT_RUN and not self._killing and _is_not_in(self._client, self.made.image_id, self._argv[0]):
+            state["NotInImage"] = True
+        return state
 
     def _on_engine_lost(self, error: BaseException) -> None:
         """The container may live on without its engine: kill it ourselves, and wait for that; else say so."""
@@ -585,6 +596,7 @@ class DockerSandbox:
             End(
                 exit_code=None if by_signal else code,
                 signal=code - 128 if by_signal and code is not None else None,
+                setup=f"there is no program {self._argv[0]!r} in the image" if (ended or {}).get("NotInImage") else "",
                 fault="" if ended is not None else self._fault,
                 left=0 if known else 1,
                 proof=_PROOF if self._gone else _SAID if known else _UNPROVEN,
@@ -855,6 +867,33 @@ def _size_of(top: Path, most_files: int) -> int:
         if files > most_files:
             return 1 << 62
     return total
+
+
+def _is_not_in(client: Any, image_id: str | None, program: str) -> bool:
+    """Whether an image has no such program. Asked of the image: what an agent did to its container is no evidence."""
+    image = client.inspect_image(image_id)
+    if program.startswith("/"):
+        places = [program]
+    elif "/" in program:
+        return False  # of the working directory, which is the task's
+    else:
+        places = [f"{folder}/{program}" for folder in (_environment(image).get("PATH") or _PATH).split(":")]
+    labels = {f"{LABEL}owner": owners.name_of(os.getpid())}
+    config = client.create_container_config(image=image_id, command=None, entrypoint=["/"], labels=labels)
+    container = client.create_container_from_config(config)["Id"]
+    try:
+        return not any(_is_there(client, container, place) for place in places)
+    finally:
+        client.remove_container(container, force=True)
+
+
+def _is_there(client: Any, container: str, path: str) -> bool:
+    try:
+        stream, _ = client.get_archive(container, path)
+    except docker.errors.NotFound:
+        return False
+    stream.close()
+    return True
 
 
 def _root_size(client: Any, container: str) -> int:

@@ -73,6 +73,11 @@ def address() -> str:
     return os.environ.get(_HOST) or _DEFAULT
 
 
+def is_podman(info: dict[str, Any]) -> bool:
+    """Whether it is Podman that speaks the engine's API, by what the engine says of itself."""
+    return "BuildahVersion" in info
+
+
 def is_down(error: BaseException) -> bool:
     """Whether it is the engine that is not there or does not answer, rather than what was asked of it."""
     if isinstance(error, docker.errors.APIError):
