@@ -1,4 +1,4 @@
-"""Each finding of preflight, by an experiment that is broken in one way; and one that is not, of which nothing is found."""
+"""Each finding of preflight, by an experiment that is broken in one way; and none, of one that is not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sandbox_exec import artifacts, preflight as door
+from sandbox_exec import artifacts
+from sandbox_exec import preflight as door
 from sandbox_exec.contracts import Experiment, Rung
 from sandbox_exec.errors import InvalidExperiment
 from sandbox_exec.preflight import Finding, Machine, Preflight, preflight, quick_check
@@ -432,9 +434,9 @@ def test_a_workspace_that_does_not_fit(base: Path) -> None:
 
 
 def test_a_function_that_cannot_be_pickled(base: Path) -> None:
-    with open(os.devnull) as file:
-        one = clean(base, **variant(agent={"function": lambda task: file.name}))
-        the_one(look(one).findings, "error", "function", "cannot be pickled")
+    lock = threading.Lock()
+    one = clean(base, **variant(agent={"function": lambda task: lock.locked()}))
+    the_one(look(one).findings, "error", "function", "cannot be pickled")
 
 
 # --- smoke ---

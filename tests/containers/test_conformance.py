@@ -165,7 +165,7 @@ def image(kind: Kind, request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def ran(kind: Kind, image: str, given: Given) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
-    before = os.umask(0o077 if kind == "docker" else 0o022)  # what a trial is given can be read, whatever ours is
+    before = os.umask(0o077)  # what a trial is given can be read, whatever ours is
     with a_box(kind, image, LANES) as box:
         filled: dict[str, Any] = {
             "workspace": given.workspace,
@@ -376,11 +376,12 @@ def test_a_workspace_that_cannot_be_filled_is_a_fault_of_the_setup(box: Box, tmp
 
 def test_a_command_that_is_not_there_never_counts_as_success(box: Box) -> None:
     found = box.run(("no-such-command",))
-    # In a container it is its init that looks for the command, and says so like a shell.
-    assert (found.status, found.exit_code) == (Status[_NOT_FOUND[box.kind]], 127)
+    assert (found.status, found.exit_code) == (Status.SETUP_FAILED, 127)
 
 
-_NOT_FOUND = {"process": "SETUP_FAILED", "docker": "AGENT_ERROR"}
+def test_an_agent_that_says_that_it_was_not_there_is_not_believed(box: Box) -> None:
+    found = box.run(("sh", "-c", "exit 127"))
+    assert (found.status, found.exit_code) == (Status.AGENT_ERROR, 127)
 
 
 # --- time, freezing, stopping ----------------------------------------------------------------------

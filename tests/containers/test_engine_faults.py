@@ -392,6 +392,37 @@ def test_an_engine_that_is_killed_and_comes_back_costs_attempts_but_no_trials(
     assert of_run("calm") == []
 
 
+def test_a_run_whose_engine_is_gone_for_good_is_interrupted_and_continues_as_if_it_had_not_been(
+    image: str, private: Private, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flags" / "go"
+    flag.parent.mkdir()
+    waits = f"{READY} until [ -e {flag} ]; do sleep 0.05; done"
+    one = experiment(
+        tmp_path / "base",
+        [{"id": "a", "input": waits}, {"id": "b", "input": "exit 3"}, {"id": "c", "input": "true"}],
+        image,
+        design={"max_concurrency": 1, "infra_retries": 0},
+        sandbox={"readable": [str(flag.parent)]},
+    )
+
+    def kill() -> None:
+        private.kill()
+        flag.touch()
+
+    killed = OnTrace(1, kill)
+    summary = runs.run(one, runs=tmp_path, run_id="r", callbacks=[killed])
+    assert killed.failure is None
+    assert summary.status == "interrupted"
+    assert "start it" in summary.reason
+    assert {*summary.by_status} <= {Status.SUCCESS, Status.AGENT_ERROR}  # nobody is blamed for it
+    private.call("start")
+    assert runs.continue_run(tmp_path / "r").status == "completed"
+    assert runs.run(one, runs=tmp_path, run_id="calm").status == "completed"
+    assert history_of(tmp_path / "calm") == history_of(tmp_path / "r")
+    assert_nothing_left("r")
+
+
 def test_an_engine_without_room_is_the_machines_fault_and_the_trial_is_tried_again(
     image: str, private: Private, tmp_path: Path
 ) -> None:
