@@ -56,6 +56,7 @@ class Graders:
             limits=_limits(experiment, settings, assets, shown),
             in_=settings.in_,
             writable=settings.writable,
+            services=settings.services,
             grade_on=settings.grade_on,
             container=container,
             digest=json_digest(said),

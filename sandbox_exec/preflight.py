@@ -56,6 +56,7 @@ from sandbox_exec.contracts import (
     Contract,
     Grade,
     Manifest,
+    Rung,
     Slot,
     Status,
     Task,
@@ -68,7 +69,7 @@ from sandbox_exec.contracts import (
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.contracts.words import AgentSpec
 from sandbox_exec.coordinator import limits_of, resolve
-from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, SandboxUnavailable
+from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, InvalidValue, SandboxUnavailable
 from sandbox_exec.experiment import freeze_functions, json_digest, load_experiment, path_digest
 from sandbox_exec.graders import FUNCTIONS, Graders, hidden_from_agents, images_of, role_of
 from sandbox_exec.sandbox.owners import name_of
@@ -94,12 +95,13 @@ _MOST_IMAGE_BYTES: Final = 4 * GIB  # minutes, as the engine sends an image
 _MOST_SCRIPT_BYTES: Final = MIB
 _HEAD_BYTES: Final = 256  # of a script: what the kernel looks at
 _PIECE: Final = 1 << 18
+_ZSTD: Final = b"\x28\xb5\x2f\xfd"  # which Python cannot read before 3.14
 _TRY_S: Final = 60.0  # for a trial that writes two files
 _ENGINES_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "armv7l": "arm"}  # the rest: the same names
 _SCRIPTS: Final = (".py", ".sh", ".pl", ".rb", ".js", ".R", ".jl", ".lua")
 _GIVEN_ENV: Final = frozenset(("PATH", "HOME", "LANG"))
-_WRITES: Final = "for place in /workspace /out; do : > $place/.preflight && rm $place/.preflight || exit 1; done"
+_WRITES: Final = ": >/workspace/preflight && : >/out/preflight"  # what a shell does by itself
 _INIT: Final = ("/sbin/docker-init", "--version")  # which the engine puts into each of our containers
 
 Level = Literal["error", "warning", "note"]
@@ -166,9 +168,11 @@ def preflight(
     containment: as for `run`.
     cache: the folder for what was in order; True: the user's own, None: none.
 
-    Raises `InvalidExperiment` for a file that is none. All else that is wrong is a finding.
+    Raises `InvalidExperiment` for a file that is none, `InvalidValue` for no containment. All else is a finding.
     """
     began_s = time.monotonic()
+    if containment not in ("auto", *Rung):
+        raise InvalidValue(f"there is no containment {containment!r}; allowed: auto, {', '.join(Rung)}")
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     found = [*_static(experiment, Machine.here(), Path(runs), None, containment)]
@@ -937,6 +941,8 @@ class _Full:
             "engine": engines,
             "needs": [[*need, *of] for need, of in needs],
             "assets": self.secrets.digest,
+            "public": sorted(self._public),
+            "artifacts": {variant_id: manifest.platform for variant_id, manifest in self._manifests.items()},
             "user": self.experiment.sandbox.user,
         }
         kept = self.cache.get(inputs)
@@ -1014,10 +1020,18 @@ class _Full:
             yield _Found("warning", "", what, "make sure that none was ever copied into it", "image", name)
             return
         self.say(f"image {name}: looking through {format_bytes(about['Size'])} for files of the grading")
-        for path, secret, same in _search_layers(client.get_image(about["Id"]), self.secrets):
+        try:
+            matches = list(_search_layers(client.get_image(about["Id"]), self.secrets))
+        except tarfile.TarError as error:
+            what = f"its layers cannot be searched for files of the grading: {error}"
+            yield _Found("warning", "", what, "make sure that none was ever copied into it", "image", name)
+            return
+        for path, secret, same in matches:
             if same and self._is_public(same):
                 continue
-            covered = "" if files.mode(path) is not None else ", in a layer: a later one removes it, agents can still"
+            covered = (
+                "" if files.mode(path) is not None else ", in a layer: a later one removes it, but not from the image"
+            )
             if same:
                 what, todo = f"{path} is {secret} of the grading{covered}", "build it without that file, in any layer"
                 yield _Found("error", "", what, todo, "image", name)
@@ -1241,6 +1255,8 @@ def _search_layers(chunks: Iterator[bytes], secrets: _Secrets) -> Iterator[tuple
             if file is None:
                 continue
             start = file.peek(512)[:512] if isinstance(file, io.BufferedReader) else b""
+            if start.startswith(_ZSTD):
+                raise tarfile.ReadError(f"{member.name} is compressed with zstd")
             if start[257:262] == b"ustar" or start.startswith(b"\x1f\x8b"):
                 mode: Literal["r|gz", "r|"] = "r|gz" if start.startswith(b"\x1f\x8b") else "r|"
                 with tarfile.open(fileobj=file, mode=mode) as layer:
@@ -1286,12 +1302,13 @@ class _Smoke:
         self._ids = {name: image.id for name, image in full.images.items()}
         self._hidden = hidden_from_agents(self._experiment)
         self._null = shutil.which("true", path=base_environment()["PATH"])
+        self._left_out: list[_Found] = []
 
     def look(self) -> list[_Found]:
         tries = [*self._starts(), *self._nulls(), *self._references()]
         if not tries:
             return []
-        found: list[_Found] = []
+        found = [*self._left_out]
         with tempfile.TemporaryDirectory(prefix="sandbox-exec-preflight-") as name:
             folder = Path(name)
             for digest, payload in self._pickles.items():
@@ -1348,13 +1365,21 @@ class _Smoke:
         covered = {task_id for task_id, _ in pairs}
         first = self._experiment.variants[0]
         pairs |= {(task.id, first.id): (task, first) for task in graders.values() if task.id not in covered}
-        for task, variant in _spread(list(pairs.values())):
+        for task, variant in self._spread(list(pairs.values()), "pairs of image and variant"):
             yield _Try("null", task, variant, self._image_of(task))
 
     def _references(self) -> Iterator[_Try]:
         tasks = [task for task, _ in _graders(self._experiment) if task.reference is not None]
-        for task in _spread(tasks):
+        for task in self._spread(tasks, "reference solutions"):
             yield _Try("reference", task, self._experiment.variants[0], self._image_of(task))
+
+    def _spread(self, items: Sequence[T], what: str) -> Sequence[T]:
+        """At most so many that preflight ends, from the first to the last."""
+        if len(items) <= _MAX_TRIED:
+            return items
+        said = f"{_MAX_TRIED} of {len(items)} {what} were tried, from the first to the last"
+        self._left_out.append(_Found("note", "smoke", said, "nothing, if the others are like them"))
+        return [items[at * len(items) // _MAX_TRIED] for at in range(_MAX_TRIED)]
 
     def _image_of(self, task: Task) -> str | None:
         sandbox = self._experiment.sandbox
@@ -1548,11 +1573,6 @@ class _Smoke:
 def _passes(grade: Grade) -> bool:
     """As the grader says; where it says nothing, by the score."""
     return grade.passed if grade.passed is not None else grade.score >= _PASS
-
-
-def _spread(items: Sequence[T]) -> Sequence[T]:
-    """At most so many that preflight ends, from the first to the last."""
-    return items if len(items) <= _MAX_TRIED else [items[at * len(items) // _MAX_TRIED] for at in range(_MAX_TRIED)]
 
 
 def _pack(target: Path, tops: dict[str, Path | None]) -> None:

@@ -411,6 +411,12 @@ def _check_run(experiment: Experiment, workers: int | None, containment: str, ba
         found = chosen(containment)
         for limits in limits_of(experiment):
             require(found, limits)
+    serves = experiment.grading is not None and experiment.grading.services == "keep"
+    if backend is None and experiment.sandbox.kind == "process" and serves:
+        found = chosen(containment)
+        if found.rung is not Rung.ROOT_NAMESPACES:
+            why = "only so can a grader share an agent's network, and nobody else's"
+            raise SandboxUnavailable(f"grading.services: keep needs root, or docker: {why}; here is {found.rung}")
 
 
 def _check_artifacts(experiment: Experiment) -> None:

@@ -19,7 +19,7 @@ import pytest
 from sandbox_exec import artifacts
 from sandbox_exec import preflight as door
 from sandbox_exec.contracts import Experiment, Rung
-from sandbox_exec.errors import InvalidExperiment
+from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.preflight import Finding, Machine, Preflight, preflight, quick_check
 from sandbox_exec.units import GIB, TIB
 
@@ -488,7 +488,7 @@ def test_a_grader_whose_score_varies(base: Path) -> None:
 
 
 def test_a_grader_whose_verdict_varies(base: Path) -> None:
-    # Two that run at once do not see each other: the time tells them apart, to the nanosecond's parity.
+    # Two that run do not see each other: only chance can tell them apart, and so takes some turns.
     (base / "grading" / "grade.py").write_text(
         "import json, os, uuid\n"
         "passed = [None, False][uuid.uuid4().int % 2]\n"
@@ -505,10 +505,10 @@ def test_a_grader_that_fails_on_nothing(base: Path) -> None:
     assert "NoGrade" in found.what
 
 
-def test_a_grader_that_is_slow(base: Path) -> None:
-    grader(base, f"sleep 0.7\n{GRADE}")
-    one = clean(base, grading={"timeout_s": 1}, **task())
-    the_one(look(one).findings, "warning", "task 't': grading.timeout_s", "more than half")
+def test_a_grader_that_is_slow(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_SLOW_SHARE", 0.2 / 20)
+    grader(base, f"sleep 0.25\n{GRADE}")
+    the_one(look(clean(base, **task())).findings, "warning", "task 't': grading.timeout_s", "more than half")
 
 
 def test_each_grader_is_tried(base: Path) -> None:
@@ -520,6 +520,12 @@ def test_each_grader_is_tried(base: Path) -> None:
 def test_a_grader_that_is_a_function(base: Path) -> None:
     one = clean(base, grading={"command": None, "function": lambda task: {"score": 1.0}}, **task())
     the_one(look(one).findings, "error", "task 't': grading", "does nothing")
+
+
+def test_of_very_many_only_some_are_tried(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_MAX_TRIED", 1)
+    one = clean(base, variants=[AGENT, {**AGENT, "id": "w"}])
+    the_one(look(one).findings, "note", "smoke", "1 of 2 pairs")
 
 
 def test_with_errors_no_trial_is_tried(base: Path) -> None:
@@ -541,6 +547,13 @@ def test_a_grader_that_changed_is_tried_again(base: Path, tmp_path: Path) -> Non
     assert look(clean(base), cache=tmp_path / "cache").ok
     grader(base, """echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """)
     assert not look(clean(base), cache=tmp_path / "cache").ok
+
+
+def test_a_warning_is_kept(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_SLOW_SHARE", 0.0)
+    first, again = (look(clean(base, **task()), cache=tmp_path / "cache") for _ in range(2))
+    assert told(first.findings) == [("warning", "task 't': grading.timeout_s")]
+    assert (again.findings, again.from_cache) == (first.findings, 1)
 
 
 def test_an_error_is_never_kept(base: Path, tmp_path: Path) -> None:
@@ -611,6 +624,11 @@ def test_json_is_the_contract(base: Path) -> None:
     found = Preflight.model_validate_json(done.stdout)
     assert found.quick
     assert told(found.findings) == [("warning", "variant 'v': lane")]
+
+
+def test_no_such_containment_is_bad_usage(base: Path) -> None:
+    with pytest.raises(InvalidValue, match="no containment 'ropes'"):
+        preflight(clean(base), containment="ropes")
 
 
 def test_a_file_that_is_no_experiment_is_bad_usage(base: Path) -> None:

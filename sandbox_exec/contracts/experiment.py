@@ -147,9 +147,22 @@ class GradingSettings(Contract):
     writable: bool = Field(
         default=False, description="Whether the grader may write to its copy of /workspace and /out."
     )
+    services: Literal["stop", "keep"] = Field(
+        default="stop",
+        description="keep: an agent that traces an event of type 'serving' is graded while it runs, over a network "
+        "that only it and the grader share.",
+    )
     grade_on: Literal["completed", "always"] = Field(
         default="completed", description="Whether the work of an agent that failed or was late is graded too."
     )
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if self.services == "keep" and self.in_ == "same":
+            raise InvalidValue("services: keep needs in: fresh: a grader cannot stand where the agent still runs")
+        if self.services == "keep" and self.command is None:
+            raise InvalidValue("services: keep needs a command: a function is graded in a sandbox of another kind")
+        return self
 
     @model_validator(mode="after")
     def _one_grader(self) -> Self:

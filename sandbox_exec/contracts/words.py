@@ -305,6 +305,7 @@ class GraderSpec(Contract):
     limits: Limits
     in_: Literal["fresh", "same"] = "fresh"
     writable: bool = False
+    services: Literal["stop", "keep"] = "stop"
     grade_on: Literal["completed", "always"] = "completed"
     container: ContainerSpec | None = Field(default=None, description="None: the process sandbox.")
     digest: str = Field(default="", description="Of the grader and its assets: two grades of one digest are alike.")

@@ -88,7 +88,10 @@ class _Keeper:
         if self.private:
             k.set_dumpable(False)
             k.set_hostname("sandbox")
-            if slot["network"] == "none":
+            if "network" in fds:
+                k.setns(fds["network"], k.CLONE_NEWNET)  # that of the agent which it is to grade
+                os.close(fds.pop("network"))
+            elif slot["network"] == "none":
                 view.make_network()
             scratch = view.add_slot_mounts(slot["disk"], slot["files"], uid, gid, boot["view"])
             os.chdir(view.home_of(boot["view"]["role"]))

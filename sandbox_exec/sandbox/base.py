@@ -29,6 +29,7 @@ class Launch:
     workspace: Path | None = None  # what the working directory is filled from
     role: Role = "agent"
     assets: Path | None = None  # of a grader: what SANDBOX_EXEC_GRADING is filled from
+    beside: Sandbox | None = None  # whose network it shares, and nobody else
     like: Sandbox | None = None  # whose file system it gets: one of an agent, in which no process is left
     agent: Path | None = None  # the unpacked artifact, shown read-only at SANDBOX_EXEC_AGENT
     container: ContainerSpec | None = None

@@ -62,6 +62,7 @@ _EOF_S: Final = 2.0  # for the rest of the output, once the container has ended
 _GONE_S: Final = 5.0  # for the engine to say how a container ended that has; it takes some milliseconds
 _SHM_BYTES: Final = 64 << 20  # the engine's own default
 _NOT_RUN: Final = (126, 127)  # what init exits with if it cannot start the program; and any program, if it likes
+_NOT_RUN_BY_PODMAN: Final = (1, *_NOT_RUN)  # catatonit's, or of another init
 _FRAME: Final = struct.Struct(">BxxxI")  # before each piece of output: which stream, how long
 _STREAM: Final[dict[int, Stream]] = {1: "stdout", 2: "stderr"}
 _CHUNK: Final = 1 << 16
@@ -82,6 +83,8 @@ class _Made:
     box: int = -1
     trace: int = -1
     container: str = ""
+    by_podman: bool = False
+    pid: int = 0  # of its first process, if that is there before the start
     output: socket.socket | None = None
     image_id: str | None = None
     user: tuple[int | None, int | None] = (None, None)
@@ -177,6 +180,9 @@ class DockerSandboxes:
             made.container = self._create(made, launch, image, uid, gid)
             lap("create")
             made.output = _attach(self._client, made.container)
+            if engine.is_podman(self._info):  # which made the process for that: even a short life is seen whole
+                made.by_podman = True
+                made.pid = self._client.inspect_container(made.container)["State"]["Pid"]
             lap("attach")
         except BaseException:
             _unmake(made, self._client)
@@ -262,7 +268,7 @@ class DockerSandboxes:
             labels=labels,
             user=f"{uid}:{gid}" if uid is not None else spec.user,
             working_dir=home_of(launch.role),
-            hostname="sandbox",
+            hostname="sandbox" if launch.beside is None else None,
             network_disabled=False,
             healthcheck={"test": ["NONE"]},
             host_config=self._host_config(made, launch, image),
@@ -295,7 +301,9 @@ class DockerSandboxes:
         config: dict[str, Any] = self._client.create_host_config(
             mounts=binds,
             tmpfs={"/tmp": room, **dict.fromkeys(sorted(volumes), room)},
-            network_mode=spec.network,
+            network_mode=f"container:{launch.beside.made.container}"
+            if isinstance(launch.beside, DockerSandbox)
+            else spec.network,
             read_only=spec.read_only,
             cap_drop=["ALL"],
             cap_add=["DAC_OVERRIDE"] if made.shared else None,  # to see all that the agent left
@@ -399,6 +407,7 @@ class DockerSandbox:
             else:
                 self._on_started()
 
+        self._on_state({"Pid": self.made.pid}, None)
         self._calls.make(lambda: self._client.start(self.made.container), then)
 
     def terminate(self) -> None:
@@ -502,7 +511,8 @@ class DockerSandbox:
             self._listener.on_started()
         self._loop.add_look(self._look)
         self._calls.make(lambda: self._client.wait(self.made.container, timeout=None), self._on_waited)
-        self._calls.make(lambda: self._client.inspect_container(self.made.container)["State"], self._on_state)
+        if self._pidfd < 0:
+            self._calls.make(lambda: self._client.inspect_container(self.made.container)["State"], self._on_state)
         if self._killing:
             self.kill()
         elif self._paused:
@@ -555,8 +565,9 @@ class DockerSandbox:
 
     def _last_state(self, code: int) -> dict[str, Any]:
         state: dict[str, Any] = self._client.inspect_container(self.made.container)["State"]
-        if code in _NOT_RUN and not self._killing and _is_not_in(self._client, self.made.image_id, self._argv[0]):
-            state["NotInImage"] = True
+        not_run = _NOT_RUN_BY_PODMAN if self.made.by_podman else _NOT_RUN
+        if code in not_run and not self._killing and _is_not_in(self._client, self.made.image_id, self._argv[0]):
+            state["NotInImage"], state["StatusCode"] = True, _NOT_RUN[-1]
         return state
 
     def _on_engine_lost(self, error: BaseException) -> None:

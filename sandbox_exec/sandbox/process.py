@@ -137,7 +137,9 @@ class ProcessSandbox:
         scratch: Path | None,
         on_ready: Callable[[ProcessSandbox], None],
         on_gone: Callable[[ProcessSandbox], None],
+        beside: ProcessSandbox | None = None,
     ) -> None:
+        """`beside`: whose network it shares."""
         self.shape = shape
         self.zygote = zygote
         self.spent = False
@@ -158,6 +160,8 @@ class ProcessSandbox:
         self._paused = False
         self._killing = False
         fds = cgroup.open_members() if cgroup and containment.rung is Rung.CGROUP else {}
+        if beside is not None:
+            fds["network"] = os.open(f"/proc/{beside.keeper_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         watched = {"memory": shape.memory, "pids": shape.pids}
         request: dict[str, Any] = {
             "uid": self._uid,

@@ -60,7 +60,10 @@ class SlotPlaces:
             on_failure(End(fault=reason))
 
         slot = self._agents if launch.role == AGENT_ROLE else self._graders
-        self._provider.acquire(slot, launch.limits, on_ready, failed, agent=launch.agent, role=launch.role)
+        beside = launch.beside if isinstance(launch.beside, ProcessSandbox) else None
+        self._provider.acquire(
+            slot, launch.limits, on_ready, failed, agent=launch.agent, role=launch.role, beside=beside
+        )
 
     def release(self, sandbox: Sandbox, then: Callable[[], None]) -> None:
         then()
@@ -110,10 +113,11 @@ class Provider:
         tries: int = _TRIES,
         agent: Path | None = None,
         role: str = AGENT_ROLE,
+        beside: ProcessSandbox | None = None,
     ) -> None:
         """Call back with a sandbox for these limits and this artifact: at once if the slot's last one will do."""
         again = functools.partial(
-            self._again, slot, limits, on_ready, on_failure, tries=tries - 1, agent=agent, role=role
+            self._again, slot, limits, on_ready, on_failure, tries=tries - 1, agent=agent, role=role, beside=beside
         )
         try:
             view = self._view(limits, agent, role)
@@ -124,7 +128,7 @@ class Provider:
         sandbox = self._sandboxes.get(slot)
         if sandbox is not None:
             fits = sandbox.shape == shape and self._made_in[sandbox] == (view, self._generation)
-            if sandbox.ready and not sandbox.spent and fits:
+            if sandbox.ready and not sandbox.spent and fits and beside is None:
                 on_ready(sandbox)
                 return
             self._retire(slot)
@@ -148,6 +152,7 @@ class Provider:
                 scratch=self._base / str(self._count) if self._base else None,
                 on_ready=on_ready,
                 on_gone=gone,
+                beside=beside,
             )
         except (OSError, SandboxUnavailable) as error:
             self._drop_zygote(view)

@@ -69,6 +69,7 @@ class Executor:
         self._places = places_for(kind_of(dispatch.container))
         self._grading: Grading | None = None
         self._fields: dict[str, Any] = {}  # of the completion, as far as they are known
+        self._verdict: Graded | None = None  # on an agent that still runs
         self._laps_s: dict[str, float] = {}
         self._lap_from_s = clock.now_s()
         self._on_started, self._on_done = on_started, on_done
@@ -86,16 +87,20 @@ class Executor:
         self._places.acquire(self._launch, self._begin, self._refused)
 
     @property
-    def _active(self) -> Supervisor | None:
-        return self._grading.supervisor if self._grading is not None else self._supervisor
+    def _active(self) -> list[Supervisor]:
+        """Of the agent, and of the grader: both at once only where a service is graded."""
+        grader = self._grading.supervisor if self._grading is not None else None
+        return [one for one in (self._supervisor, grader) if one is not None]
 
     @property
     def due_s(self) -> float | None:
-        return self._active.due_s if self._active is not None else None
+        return min((one.due_s for one in self._active if one.due_s is not None), default=None)
 
     def on_time(self) -> None:
-        if self._active is not None:
-            self._active.on_time()
+        now_s = self._clock.now_s()
+        for one in self._active:
+            if one.due_s is not None and one.due_s <= now_s:
+                one.on_time()
 
     # --- a word may come before the sandbox is there: it holds from then on ---
 
@@ -103,22 +108,22 @@ class Executor:
         self._stopped = True
         if self._grading is not None:
             self._grading.stopped = True
-        if self._active is not None:
-            self._active.stop("cancelled")
+        for one in self._active:
+            one.stop("cancelled")
 
     def freeze(self) -> None:
         self._frozen = True
         if self._grading is not None:
             self._grading.frozen = True
-        if self._active is not None:
-            self._active.freeze()
+        for one in self._active:
+            one.freeze()
 
     def thaw(self) -> None:
         self._frozen = False
         if self._grading is not None:
             self._grading.frozen = False
-        if self._active is not None:
-            self._active.thaw()
+        for one in self._active:
+            one.thaw()
 
     # --- the phases ---
 
@@ -132,6 +137,8 @@ class Executor:
         self._lap("stage")
         self.phase, self.sandbox = Phase.AGENT, sandbox
         self._on_started(sandbox)
+        if self.dispatch.grader is not None and self.dispatch.grader.services == "keep":
+            self.recorder.on_serving = self._serving
         self._supervisor = Supervisor(
             sandbox,
             self._launch,
@@ -144,7 +151,14 @@ class Executor:
         if self._stopped:
             self._supervisor.stop("cancelled")
 
+    def _serving(self) -> None:
+        """The agent says that its service is there: it is graded as it runs, and ended after that."""
+        if self._supervisor is not None and self._grading is None and not self._stopped:
+            self._supervisor.hold()
+            self._grade({"status": "serving", "exit_code": None, "signal": None}, beside=self.sandbox)
+
     def _ended(self, sandbox: Sandbox, outcome: Outcome) -> None:
+        self._supervisor = None
         self._lap("agent")
         self.phase = Phase.COLLECT
         status, error, result = outcome.status, _error_of(outcome), None
@@ -175,7 +189,11 @@ class Executor:
             "kill": outcome.kill,
             "isolation": outcome.isolation,
         }
-        if self._is_graded(status):
+        if self._grading is not None:
+            return  # a service that has ended, while it is graded: that is for the grader to find out
+        if self._verdict is not None:
+            self._judge(self._verdict)
+        elif self._is_graded(status):
             self._grade({"status": status, "exit_code": outcome.exit_code, "signal": outcome.signal})
         else:
             self._complete(**self._fields)
@@ -188,14 +206,14 @@ class Executor:
             return False
         return status is Status.SUCCESS or (grader.grade_on == "always" and status.blame is Blame.AGENT)
 
-    def _grade(self, about: dict[str, Any]) -> None:
+    def _grade(self, about: dict[str, Any], beside: Sandbox | None = None) -> None:
         self.phase = Phase.GRADE
         grader = self.dispatch.grader
         assert grader is not None
         places = self._places_for(kind_of(grader.container))
         like = self.sandbox if grader.in_ == "same" and grader.container is not None else None
         self._grading = Grading(
-            self.dispatch, self.folder, places, self._clock, self._put_left, about, self._graded, like
+            self.dispatch, self.folder, places, self._clock, self._put_left, about, self._graded, like, beside
         )
         self._grading.frozen = self._frozen
         self._grading.stopped = self._stopped
@@ -222,6 +240,13 @@ class Executor:
     def _graded(self, graded: Graded) -> None:
         self._lap("grade")
         self._grading = None
+        if self._supervisor is not None:  # a service, which has been graded
+            self._verdict = graded
+            self._supervisor.release()
+        else:
+            self._judge(graded)
+
+    def _judge(self, graded: Graded) -> None:
         if graded.raw is not None:
             name = "grade.json" if graded.grade is not None else REJECTED
             try:

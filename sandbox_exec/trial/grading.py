@@ -76,12 +76,17 @@ class Grading:
         about: dict[str, Any],
         on_done: Callable[[Graded], None],
         like: Sandbox | None = None,
+        beside: Sandbox | None = None,
     ) -> None:
-        """`about`: how the agent ended, for the grader to read. `like`: whose file system the grader's is to be."""
+        """`about`: how the agent ended, for the grader to read. `like`: whose file system the grader's is to be.
+
+        `beside`: an agent that still runs, whose network the grader is to share.
+        """
         assert dispatch.grader is not None
         self._spec: GraderSpec = dispatch.grader
         self._dispatch, self._folder, self._places, self._clock = dispatch, folder, places, clock
         self._left, self._about, self._on_done, self._like = left, about, on_done, like
+        self._beside = beside
         self._log = Recorder(folder, self._spec.limits, {"stdout": "grader.log", "stderr": "grader.log"})
         self._sandbox: Sandbox | None = None
         self.supervisor: Supervisor | None = None
@@ -89,7 +94,7 @@ class Grading:
 
     def start(self) -> None:
         try:
-            self._launch = replace(build_grader(self._dispatch, self._about), like=self._like)
+            self._launch = replace(build_grader(self._dispatch, self._about), like=self._like, beside=self._beside)
         except (OSError, InvalidValue) as error:
             self._fail("GraderSetupFailed", str(error))
             return

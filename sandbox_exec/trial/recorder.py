@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sandbox_exec.contracts import Limits
@@ -26,6 +26,7 @@ class Recorder:
         self._fds: dict[Stream, int] = {}
         self._tail = b""
         self.events = 0
+        self.on_serving: Callable[[], None] | None = None  # called once, when an agent says that it serves
         self.failure: OSError | None = None
 
     def feed(self, stream: Stream, data: memoryview) -> None:
@@ -47,6 +48,13 @@ class Recorder:
             if room < 0:
                 break
             kept += [line, b"\n"]
+            if (
+                self.on_serving is not None
+                and b"serving" in line
+                and (parse_object(line) or {}).get("type") == "serving"
+            ):
+                serving, self.on_serving = self.on_serving, None
+                serving()
         self._write("trace", b"".join(kept))
         self.events += len(kept) // 2
         self._room["trace"] = max(0, room)

@@ -106,6 +106,15 @@ class Supervisor:
             self.due_s = now_s + self._left_s if self._left_s is not None else None
             self._sandbox.thaw(self._paused_s)
 
+    def hold(self) -> None:
+        """Its time stands still from here: what it does now is not its own."""
+        self.due_s = None
+
+    def release(self) -> None:
+        """End it: it has done what it was to do."""
+        if self._state in ("running", "grace"):
+            self._kill("sweep")
+
     def stop(self, reason: KillReason = "cancelled") -> None:
         """End it now, without grace."""
         if self._state in ("running", "grace"):
@@ -202,6 +211,8 @@ class Supervisor:
     # --- the verdict ---
 
     def _judge(self, end: End, answered: bool, error: AgentError | None) -> tuple[Status, AgentError | None]:
+        if self._cause == "sweep":
+            return Status.SUCCESS, None
         if self._cause is not None:
             return _STATUS_OF[self._cause], error
         if end.setup:

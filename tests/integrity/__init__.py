@@ -1,0 +1,1 @@
+"""Attacks on the grading phase, and what a grade is."""
