@@ -12,7 +12,7 @@ from sandbox_exec.store import read_completion
 
 SERVE = """echo hi >/workspace/hello
 nc -l -p 8080 -e cat /workspace/hello &
-until grep -q :1F90 /proc/net/tcp; do :; done
+until cat /proc/net/tcp /proc/net/tcp6 | grep -q :1F90; do :; done
 echo '{"type": "serving"}' >$SANDBOX_EXEC_TRACE
 sleep 1000"""
 ASK = """said=$(nc 127.0.0.1 8080 </dev/null)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from sandbox_exec import run
-from sandbox_exec.contracts import Status, TrialCompletion
+from sandbox_exec.contracts import Rung, Status, TrialCompletion
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.errors import InvalidExperiment, SandboxUnavailable
+from sandbox_exec.sandbox.provider import chosen
 from sandbox_exec.store import read_completion
 
 SERVE = """
@@ -64,12 +65,11 @@ def test_a_service_is_graded_while_it_runs_and_ended_after_that(tmp_path: Path) 
             "never says so": ["sh", "-c", "exit 0"],
         },
     )
-    try:
-        summary = run(one, runs=tmp_path, run_id="r")
-    except SandboxUnavailable as why:
-        assert "needs root, or docker" in str(why)  # as an ordinary user
+    if chosen().rung is not Rung.ROOT_NAMESPACES:
+        with pytest.raises(SandboxUnavailable, match="needs root, or docker"):
+            run(one, runs=tmp_path, run_id="r")
         return
-    assert summary.status == "completed"
+    assert run(one, runs=tmp_path, run_id="r").status == "completed"
     found = completions(tmp_path / "r")
     served = found["serves"]
     assert served.status is Status.SUCCESS
