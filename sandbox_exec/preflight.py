@@ -776,6 +776,10 @@ def _containment(experiment: Experiment, wanted: str) -> Iterator[_Found]:
     except SandboxUnavailable as error:
         yield _Found("error", "sandbox.require", str(error), "see `sandbox-exec doctor`")
         return
+    grading = experiment.grading
+    if grading is not None and grading.services == "keep" and found.rung is not Rung.ROOT_NAMESPACES:
+        what = f"a service can be graded on {Rung.ROOT_NAMESPACES} and in docker only; here is {found.rung}"
+        yield _Found("error", "grading.services", what, "run as root, or use docker")
     if graded and not found.rung.namespaced:
         what = f"on {found.rung}, agents see your files: they can read the grading assets, and the grader"
         yield _Found(
@@ -1370,6 +1374,11 @@ class _Smoke:
 
     def _references(self) -> Iterator[_Try]:
         tasks = [task for task, _ in _graders(self._experiment) if task.reference is not None]
+        grading = self._experiment.grading
+        if tasks and grading is not None and grading.services == "keep":
+            what = "reference solutions were not tried: files do not serve"
+            self._left_out.append(_Found("note", "grading.services", what, "try one as a variant"))
+            return
         for task in self._spread(tasks, "reference solutions"):
             yield _Try("reference", task, self._experiment.variants[0], self._image_of(task))
 
@@ -1451,7 +1460,7 @@ class _Smoke:
             "command": dispatch.variant.agent.command,
             "limits": dispatch.limits.model_dump(mode="json"),
             "container": dispatch.container.model_dump(mode="json") if dispatch.container else None,
-            "grader": [dispatch.grader.digest, dispatch.grader.limits.model_dump(mode="json")]
+            "grader": [dispatch.grader.digest, dispatch.grader.services, dispatch.grader.limits.model_dump(mode="json")]
             if dispatch.grader
             else None,
             "containment": self._full.containment,
@@ -1561,7 +1570,7 @@ class _Smoke:
 
     def _start_failure(self, one: _Try, completion: TrialCompletion, said: str) -> _Found:
         name = one.image or ""
-        if completion.status is Status.AGENT_ERROR and one.variant.agent.command == _INIT:
+        if one.variant.agent.command == _INIT and (completion.status is Status.AGENT_ERROR or _INIT[0] in said):
             what = "whether it starts could not be tried: it has no shell, and the engine's init is elsewhere"
             return _Found("note", "", what, "nothing, if trials run", "image", name)
         if completion.status is Status.AGENT_ERROR:

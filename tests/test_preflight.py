@@ -353,6 +353,12 @@ def test_a_containment_that_is_required_and_not_there(base: Path, tmp_path: Path
     the_one(found, "error", "sandbox.require", "cannot be met")
 
 
+def test_a_service_that_cannot_be_graded_here(base: Path, tmp_path: Path) -> None:
+    one = clean(base, grading={"services": "keep"})
+    found = quick_check(one, runs=tmp_path, machine=MACHINE, containment=Rung.SUBREAPER)
+    the_one(found, "error", "grading.services", "in docker only")
+
+
 def test_tasks_that_share_a_finding_share_a_line(base: Path, tmp_path: Path) -> None:
     tasks = [{"id": f"t{number}", "input": 1, "workspace": "no"} for number in range(5)]
     (found,) = quick_check(clean(base, tasks=tasks), runs=tmp_path, machine=MACHINE)
@@ -452,16 +458,11 @@ def grader(base: Path, text: str) -> None:
 
 def test_of_a_clean_experiment_nothing_is_found_by_trials_either(base: Path) -> None:
     lines: list[str] = []
-    found = look(clean(base), say=lines.append)
+    found = look(clean(base), say=lines.append)  # its agent would pass: it is not started
     assert found.findings == ()
     assert found.ok
     assert found.checked[-1] == "smoke: null agent x 1, reference solution x 1"
     assert lines[0] == "4 trials of 2 kinds, 2 at once"
-
-
-def test_no_agent_under_test_is_started(base: Path) -> None:
-    (base / "solve.sh").write_text('echo 42 >"$SANDBOX_EXEC_OUT/answer"\n')  # would pass, as a null agent must not
-    assert look(clean(base)).ok
 
 
 def test_a_grader_that_passes_an_agent_that_does_nothing(base: Path) -> None:
@@ -528,6 +529,13 @@ def test_of_very_many_only_some_are_tried(base: Path, monkeypatch: pytest.Monkey
     the_one(look(one).findings, "note", "smoke", "1 of 2 pairs")
 
 
+@needs_root
+def test_a_reference_does_not_serve(base: Path) -> None:
+    found = look(clean(base, grading={"services": "keep"}))
+    the_one(found.findings, "note", "grading.services", "files do not serve")
+    assert found.checked[-1] == "smoke: null agent x 1"
+
+
 def test_with_errors_no_trial_is_tried(base: Path) -> None:
     found = look(clean(base, **variant(pass_env=["NO_SUCH_SECRET"]))).findings
     the_one(found, "note", "smoke", "no trial was tried")
@@ -544,9 +552,10 @@ def test_the_second_time_nothing_is_tried_again(base: Path, tmp_path: Path) -> N
 
 
 def test_a_grader_that_changed_is_tried_again(base: Path, tmp_path: Path) -> None:
-    assert look(clean(base), cache=tmp_path / "cache").ok
+    one = clean(base, **task())
+    assert look(one, cache=tmp_path / "cache").ok
     grader(base, """echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """)
-    assert not look(clean(base), cache=tmp_path / "cache").ok
+    assert not look(one, cache=tmp_path / "cache").ok
 
 
 def test_a_warning_is_kept(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,13 +572,17 @@ def test_an_error_is_never_kept(base: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_old_or_damaged_was_never_there(base: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    look(clean(base), cache=cache)
-    first, second = sorted(cache.iterdir())
-    first.write_text("{")
-    os.utime(second, (0, 0))
-    assert look(clean(base), cache=cache).from_cache == 0
-    assert all(file.stat().st_mtime > 0 for file in cache.iterdir())
+    cache, one = tmp_path / "cache", clean(base, **task())
+    look(one, cache=cache)
+    (kept,) = cache.iterdir()
+    (cache / "other.json").write_bytes(kept.read_bytes())
+    os.utime(cache / "other.json", (0, 0))
+    kept.write_text("{")
+    assert look(one, cache=cache).from_cache == 0
+    os.utime(kept, (0, 0))
+    assert look(one, cache=cache).from_cache == 0
+    assert list(cache.iterdir()) == [kept]
+    assert kept.stat().st_mtime > 0
 
 
 def test_the_cache_is_where_the_users_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -298,9 +298,15 @@ class DockerSandboxes:
         # Where a place of ours is, none is made.
         taken = {"/tmp", *(bind["Target"] for bind in binds)}
         volumes = {os.path.normpath(path) for path in (image.get("Config") or {}).get("Volumes") or {}} - taken
+        # What Podman would leave open in a root that is closed, without a size.
+        closed = ("/run", "/var/tmp") if spec.read_only and engine.is_podman(self._info) else ()
         config: dict[str, Any] = self._client.create_host_config(
             mounts=binds,
-            tmpfs={"/tmp": room, **dict.fromkeys(sorted(volumes), room)},
+            tmpfs={
+                "/tmp": room,
+                **dict.fromkeys(closed, "ro,nosuid,nodev,size=64k,notmpcopyup,mode=755"),
+                **dict.fromkeys(sorted(volumes), room),
+            },
             network_mode=f"container:{launch.beside.made.container}"
             if isinstance(launch.beside, DockerSandbox)
             else spec.network,

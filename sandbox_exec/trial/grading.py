@@ -12,9 +12,10 @@ import contextlib
 import json
 import os
 import pickle
+import stat
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, NoReturn
@@ -31,10 +32,11 @@ from sandbox_exec.contracts import (
     Status,
     TrialDispatch,
 )
-from sandbox_exec.errors import NO_ROOM, InvalidValue
+from sandbox_exec.errors import NO_ROOM, InvalidValue, StoreFull
 from sandbox_exec.guest import entry
 from sandbox_exec.sandbox.base import End, Launch, Places, Role, Sandbox
-from sandbox_exec.trial.collect import CollectLimits, collect, stays_inside
+from sandbox_exec.sandbox.process import ProcessSandbox
+from sandbox_exec.trial.collect import Collected, CollectLimits, collect, stays_inside
 from sandbox_exec.trial.recorder import Recorder
 from sandbox_exec.trial.supervisor import Supervisor
 from sandbox_exec.trial.trace import parse_json
@@ -44,6 +46,7 @@ MAX_GRADE_BYTES: Final = MIB  # it is also in the completion and in the database
 ANSWER: Final = "answer.tar"  # what was graded: workspace/ and out/
 REJECTED: Final = "grade.rejected"  # what a grader wrote that is no grade
 _GRADE: Final = "grade/grade.json"
+_ROOM_BYTES, _ROOM_FILES = 2 * MAX_GRADE_BYTES, 16  # what must be left for a grader to write its grade
 _WHY: Final = {
     Status.TASK_TIMEOUT: ("GraderTimeout", "the grader was killed at its deadline"),
     Status.MEMORY_EXCEEDED: ("GraderMemoryExceeded", "the grader was killed at its memory ceiling"),
@@ -113,16 +116,26 @@ class Grading:
             if self._launch.role != "grader" and self._like is None:
                 for name in ("workspace", "out"):
                     sandbox.give(name)
-        except OSError as error:
-            no_room = error.errno in NO_ROOM
-            why = f"what the agent left does not fit the grader's sandbox: {error}" if no_room else str(error)
-            self._fail("GraderSetupFailed", why)
+        except (OSError, InvalidValue, _DoesNotFit) as error:
+            if isinstance(sandbox, ProcessSandbox):
+                sandbox.spent = True  # what is in it by now is not for the next trial to be graded by
+            self._not_filled(error)
             return
         self.supervisor = Supervisor(sandbox, self._launch, self._clock, self._ended, tee=self._log.feed)
         if self.frozen:
             self.supervisor.freeze()
         if self.stopped:
             self.supervisor.stop("cancelled")
+
+    def _not_filled(self, error: Exception) -> None:
+        """Whose doing it is: a `grade_error` would count for nobody, so no agent may have one for the asking."""
+        if isinstance(error, _DoesNotFit):
+            self._done(Graded(Status.DISK_EXCEEDED, self._report("DiskExceeded", str(error))))
+        elif isinstance(error, OSError) and error.errno in NO_ROOM:
+            why = f"no room left in {self._folder}: {error.strerror}"
+            self._done(Graded(Status.ENVIRONMENT_ERROR, self._report(StoreFull.__name__, why)))
+        else:
+            self._fail("GraderSetupFailed", str(error))
 
     def _ended(self, outcome: Outcome) -> None:
         sandbox = self._sandbox
@@ -149,6 +162,8 @@ class Grading:
                 reason = str(fault)
         else:
             raw = json.dumps(outcome.value).encode()  # NaN among it is refused below, as from everybody
+            if len(raw) > MAX_GRADE_BYTES:
+                reason, raw = f"the grade has {len(raw)} bytes; {MAX_GRADE_BYTES} are allowed", None
         if raw is not None:
             grade, reason = parse_grade(raw)
         elif not reason:
@@ -249,8 +264,15 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- what there is to grade ---
 
 
+class _DoesNotFit(Exception):
+    """What an agent left is more than its disk held: files with holes, which copies have not."""
+
+
 def carry(agent: Sandbox, grader: Sandbox, names: tuple[str, ...], limits: CollectLimits) -> list[tuple[str, str]]:
-    """Copy places of an agent's sandbox, which is empty of processes, into a grader's. What was left out, and why."""
+    """Copy places of an agent's sandbox, which is empty of processes, into a grader's. What was left out, and why.
+
+    Raises _DoesNotFit if there is no room for it and a grade. `limits` are all that the grader's sandbox has.
+    """
     left_out: list[tuple[str, str]] = []
     for name in names:
         try:
@@ -261,13 +283,46 @@ def carry(agent: Sandbox, grader: Sandbox, names: tuple[str, ...], limits: Colle
         target = grader.open_folder(name)
         before = os.umask(0o022)  # the grader has another uid, and must be able to read it
         try:
-            found = collect(source, target, limits, modes=True, links="keep-inside", names="exact")
+            found = _copy(source, target, limits)
+            _check_room(target, limits)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise _DoesNotFit(_TOO_LARGE) from error
         finally:
             os.umask(before)
             os.close(source)
             os.close(target)
         left_out += [(f"{name}/{path}", reason) for path, reason in found.left_out]
     return left_out
+
+
+def _copy(source: int, target: int, limits: CollectLimits) -> Collected:
+    """Into a folder that may hold something already: below /tmp stand places of what else a sandbox is shown."""
+    taken = frozenset(os.listdir(target))
+    if not taken:
+        return collect(source, target, limits, modes=True, links="keep-inside", names="exact")
+    own = f".{os.urandom(8).hex()}"
+    os.mkdir(own, 0o755, dir_fd=target)
+    inner = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=target)
+    try:
+        found = collect(source, inner, limits, taken, modes=True, links="keep-inside", names="exact")
+        for name in os.listdir(inner):
+            os.rename(name, name, src_dir_fd=inner, dst_dir_fd=target)
+    finally:
+        os.close(inner)
+    os.rmdir(own, dir_fd=target)
+    return found
+
+
+_TOO_LARGE: Final = "what the agent left does not fit the disk that it and a grade are given"
+
+
+def _check_room(folder: int, limits: CollectLimits) -> None:
+    room = os.fstatvfs(folder)
+    is_own = room.f_blocks * room.f_frsize <= limits.bytes  # else it is a folder of the host's
+    if is_own and (room.f_bavail * room.f_frsize < _ROOM_BYTES or room.f_favail < _ROOM_FILES):
+        raise _DoesNotFit(_TOO_LARGE)
 
 
 def keep_answer(grader: Sandbox, target: Path, limit: int) -> bool:
@@ -279,7 +334,7 @@ def keep_answer(grader: Sandbox, target: Path, limit: int) -> bool:
             return False
         with tarfile.open(target, "x", format=tarfile.PAX_FORMAT) as archive:
             for name, root in roots.items():
-                for path in sorted(Path(root).rglob("*")):
+                for path in sorted(_below(root)):
                     info = archive.gettarinfo(path, f"{name}/{path.relative_to(root)}")
                     info.uid = info.gid = info.mtime = 0
                     info.uname = info.gname = ""
@@ -292,13 +347,21 @@ def keep_answer(grader: Sandbox, target: Path, limit: int) -> bool:
 
 
 def _size(root: str) -> int:
-    return sum(path.lstat().st_size for path in Path(root).rglob("*") if not path.is_dir())
+    infos = (path.lstat() for path in _below(root))
+    return sum(info.st_size for info in infos if not stat.S_ISDIR(info.st_mode))
+
+
+def _below(root: str) -> Iterator[Path]:
+    """Not `rglob`: that asks where each link leads, and fails at one whose target's name no file could have."""
+    for folder, folders, files in os.walk(root):
+        yield from (Path(folder, name) for name in (*folders, *files))
 
 
 def put_answer(archive: Path, grader: Sandbox, limits: CollectLimits) -> None:
     """Put what is in an archive into a grader's sandbox. Raises InvalidValue for one that is not as `keep_answer`'s."""
     tops = {name: grader.open_folder(name) for name in ("workspace", "out")}
     room, count = limits.bytes, 0
+    before = os.umask(0o022)  # as in `carry`
     try:
         with tarfile.open(archive, "r:") as source:
             for info in source:
@@ -310,9 +373,14 @@ def put_answer(archive: Path, grader: Sandbox, limits: CollectLimits) -> None:
                 if count > limits.files or room < 0:
                     raise InvalidValue(f"{archive}: more than {limits.files} files or {limits.bytes} bytes")
                 _put(source, info, Path(f"/proc/self/fd/{tops[top]}", path), len(path.parts) - 1)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, UnicodeError, EOFError) as error:
         raise InvalidValue(f"{archive} cannot be read: {error}") from error
+    except OSError as error:
+        if error.errno in NO_ROOM:  # of the sandbox, not of the disk that the run is on
+            raise InvalidValue(f"what is in {archive} does not fit the grader's sandbox") from error
+        raise
     finally:
+        os.umask(before)
         for fd in tops.values():
             os.close(fd)
 

@@ -35,7 +35,6 @@ RUN chmod 644 /bin/tool && chmod 755 /bin/script
 _BARE = """FROM {base} AS base
 FROM scratch
 COPY --from=base /bin/busybox /solve
-COPY --from=base /bin/busybox /sh-for-graders
 """
 REFERENCE = "the answer is forty-two, and always was\n"
 FOREIGN = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HH", 2, 22) + bytes(64)  # for s390x
@@ -116,25 +115,33 @@ def look(one: Experiment, **more: Any) -> Preflight:
     return preflight(one, **{"runs": one.base, "cache": None, **more})
 
 
+def look_inside(one: Experiment, **more: Any) -> Preflight:
+    """Without trials, which nobody tries while a secret is missing."""
+    variants = [variant.model_copy(update={"pass_env": ("NO_SUCH_SECRET",)}) for variant in one.variants]
+    return look(one.model_copy(update={"variants": tuple(variants)}), **more)
+
+
+def start(one: Experiment) -> Preflight:
+    """Without grading: of trials, only those that start an image."""
+    return look(one.model_copy(update={"grading": None}))
+
+
 def about(found: Preflight, image: str) -> list[Finding]:
     return [finding for finding in found.findings if finding.place == f"image {image!r}"]
 
 
 @pytest.mark.parametrize("mode", ["fresh", "same"])
 def test_in_a_clean_image_nothing_is_found(mode: str, busybox_image: str, tmp_path: Path) -> None:
-    found = look(experiment(tmp_path, busybox_image, grading={"in": mode}))
+    one = experiment(tmp_path / "base", busybox_image, grading={"in": mode})
+    found = look(one, cache=tmp_path / "cache")
     assert [finding.place for finding in found.findings] == (["grading.in"] if mode == "same" else [])
     (image,) = (line for line in found.checked if line.startswith("image"))
     assert image.startswith(f"image {busybox_image}: sha256:")
     assert found.checked[-1] == "smoke: start of an image x 1, null agent x 1"
     assert of_run("preflight") == []
-
-
-def test_the_second_time_neither_images_nor_trials_are_tried(busybox_image: str, tmp_path: Path) -> None:
-    one = experiment(tmp_path / "base", busybox_image)
-    found = [look(one, cache=tmp_path / "cache") for _ in range(2)]
-    assert [each.from_cache for each in found] == [0, 3]
-    assert found[1].ok
+    again = look(one, cache=tmp_path / "cache")  # neither the image nor a trial is tried
+    assert (again.findings, again.checked) == (found.findings, found.checked)
+    assert (found.from_cache, again.from_cache) == (0, 3)
 
 
 def test_without_an_engine_there_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +156,7 @@ def test_an_image_that_is_not_there(engine: Any, tmp_path: Path) -> None:
 
 
 def test_an_image_for_another_machine(built: Images, tmp_path: Path) -> None:
-    found = about(look(experiment(tmp_path, built.foreign)), built.foreign)
+    found = about(look_inside(experiment(tmp_path, built.foreign)), built.foreign)
     assert [finding.level for finding in found if "s390x" in finding.what] == ["warning"]
 
 
@@ -210,15 +217,16 @@ def test_what_agents_are_given_may_be_in_the_image_and_only_while_they_are(built
     (tmp_path / "ws" / "example.sh").write_text(GRADE)
     tasks = [{"id": "t", "input": 1, "workspace": "ws"}]
     one = experiment(tmp_path, built.leaky, tasks=tasks)
-    found = look(one, cache=tmp_path / "cache")
+    found = look_inside(one, cache=tmp_path / "cache")
     assert [finding.level for finding in about(found, built.leaky)] == ["warning"]
     (tmp_path / "ws" / "example.sh").unlink()
-    assert not look(one, cache=tmp_path / "cache").ok
+    found = look_inside(one, cache=tmp_path / "cache")
+    assert [finding.level for finding in about(found, built.leaky)] == ["error", "warning"]
 
 
 def test_layers_that_cannot_be_read(busybox_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "_ZSTD", b"")  # which all begin with
-    found = look(experiment(tmp_path, busybox_image)).findings
+    found = look_inside(experiment(tmp_path, busybox_image)).findings
     the_one(found, "warning", f"image {busybox_image!r}", "compressed with zstd")
 
 
@@ -226,7 +234,7 @@ def test_an_image_that_is_too_large_to_be_searched(
     busybox_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "_MOST_IMAGE_BYTES", 1)
-    found = look(experiment(tmp_path, busybox_image)).findings
+    found = look_inside(experiment(tmp_path, busybox_image)).findings
     the_one(found, "warning", f"image {busybox_image!r}", "too many to look")
 
 
@@ -241,8 +249,14 @@ def test_an_image_without_a_shell_is_started_and_graded_all_the_same(
     the_one(look(one).findings, "error", "task 't': grading", "does nothing")
 
 
+def test_an_engine_whose_init_is_elsewhere(built: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_INIT", ("/run/no-such-init", "--version"))
+    one = experiment(tmp_path, built.bare, **agent("/solve", "true"))
+    the_one(start(one).findings, "note", f"image {built.bare!r}", "could not be tried")
+
+
 def test_a_user_that_the_image_has_not(busybox_image: str, tmp_path: Path) -> None:
-    found = look(experiment(tmp_path, busybox_image, sandbox={"user": "no-such-user"})).findings
+    found = start(experiment(tmp_path, busybox_image, sandbox={"user": "no-such-user"})).findings
     the_one(found, "error", f"image {busybox_image!r}", "does not start")
 
 
@@ -250,7 +264,7 @@ def test_a_workspace_that_cannot_be_written(
     busybox_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "_WRITES", ": >/workspace/no-such-folder/file")
-    found = look(experiment(tmp_path, busybox_image)).findings
+    found = start(experiment(tmp_path, busybox_image)).findings
     the_one(found, "error", f"image {busybox_image!r}", "cannot be written")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -145,7 +146,7 @@ def leaks(folder: Path, *needles: str) -> list[str]:
         f"{where} has {needle.decode()}"
         for where, data in loot(folder)
         for needle in wanted
-        if needle in data or needle in where.encode()
+        if needle in data or needle in os.fsencode(where)
     ]
 
 
