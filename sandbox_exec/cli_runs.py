@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 import typer
 
 from sandbox_exec.contracts import Contract, Experiment, Judged, Rung
-from sandbox_exec.errors import InvalidValue, SandboxExecError
+from sandbox_exec.errors import InvalidValue, PreflightFailed, SandboxExecError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,6 +123,9 @@ def run(
     ] = None,
     workers: Workers = None,
     containment: Containment = "auto",
+    preflight: Annotated[
+        bool, typer.Option("--preflight/--no-preflight", help="Whether the quick checks are made before it.")
+    ] = True,
     json: JsonAtEnd = False,
 ) -> None:
     """Run an experiment.
@@ -131,10 +134,15 @@ def run(
     one kills it. Nothing that was committed is lost.
     """
     from sandbox_exec import runs as door
+    from sandbox_exec.experiment import load_experiment
+
+    loaded = load_experiment(experiment)
+    if preflight:
+        _check(loaded, runs, workers, containment)
 
     def work(display: Display, on_ready: Callable[[Coordinator], None]) -> RunSummary:
         return door.run(
-            experiment,
+            loaded,
             runs=runs,
             run_id=run_id,
             workers=workers,
@@ -144,6 +152,21 @@ def run(
         )
 
     _work(work, json)
+
+
+def _check(experiment: Experiment, runs: str, workers: int | None, containment: str) -> None:
+    """The quick part of `preflight`: warnings are told, errors end it."""
+    from sandbox_exec.preflight import quick_check
+
+    findings = quick_check(experiment, runs=runs, workers=workers, containment=containment)
+    for finding in findings:
+        if finding.level == "warning":
+            print(f"sandbox-exec: warning: {finding.place}: {finding.what}; {finding.todo}", file=sys.stderr)
+    errors = [f"{one.place}: {one.what}; {one.todo}" for one in findings if one.level == "error"]
+    if errors:
+        raise PreflightFailed(
+            "\n  ".join(["this experiment would not get far (--no-preflight runs it all the same):", *errors])
+        )
 
 
 def continue_(

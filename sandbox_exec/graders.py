@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -47,6 +48,7 @@ class Graders:
             "image": container.image_id if container is not None else None,
             "in": settings.in_,
             "writable": settings.writable,
+            "services": settings.services,
         }
         return GraderSpec(
             command=command,
@@ -111,7 +113,10 @@ def hidden_from_agents(experiment: Experiment) -> tuple[Path, ...]:
         if settings is not None:
             assets = experiment.base / settings.assets if settings.assets is not None else None
             paths.update([assets] if assets is not None else [])
-            paths.update(_resolve(settings, experiment.base, assets)[1])
+            own = _resolve(settings, experiment.base, assets)[1]
+            paths.update(own)
+            # What an import by anybody else has left: the same code.
+            paths.update(found for path in own for found in path.parent.glob(f"__pycache__/{glob.escape(path.stem)}.*"))
         if task.reference is not None:
             paths.add(experiment.base / task.reference)
     parents = Counter(path.parent for path in paths)

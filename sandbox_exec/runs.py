@@ -454,6 +454,12 @@ def _not_in_docker(experiment: Experiment) -> Iterable[str]:
     for variant in experiment.variants:
         if variant.agent.python is not None or variant.agent.function is not None:
             yield f"variant {variant.id!r}: a function runs in the process sandbox only; for docker: command, artifact"
+    for limits in limits_of(experiment):
+        for path in limits.hidden:
+            shown = next((one for one in limits.readable if path.is_relative_to(one)), None)
+            if shown is not None:
+                yield f"sandbox.readable: {shown} holds {path}, which no agent may see; docker cannot hide a part of it"
+                return
 
 
 def _not_in_environment(experiment: Experiment) -> Iterable[str]:
