@@ -201,7 +201,7 @@ def _advice_table(diagnosis: Diagnosis, lines: bool) -> Table:
         *((str(rung.rung), rung.to_get) for rung in diagnosis.rungs),
         *((limit.name, limit.to_get) for limit in diagnosis.limits),
         *((controller.name, controller.to_get) for controller in diagnosis.cgroups.controllers),
-        ("docker (which no sandbox of this version uses)", diagnosis.docker.to_get),
+        ("docker (for sandbox.kind: docker only)", diagnosis.docker.to_get),
     ):
         if advice and name not in good_for.setdefault(advice, []):
             good_for[advice].append(name)

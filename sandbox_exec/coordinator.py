@@ -237,13 +237,13 @@ class Coordinator:
             trial = self._trials.setdefault(one.slot.schedule_idx, _Trial())
             trial.attempt, trial.adopted, trial.since = one.attempt, True, started_at
         self._began_s = self._clock.now_s() - _used_before_s(store.control(), commits)
-        design = self.experiment.design
+        design, memory = self.experiment.design, memory_of(self.experiment)
         self.board = Board(
             slots,
             self._tasks,
             self._variants,
             design,
-            lambda slot: self.experiment.sandbox.memory or 0,
+            lambda slot: memory,
             design.memory_budget or int(psutil.virtual_memory().total * _BUDGET_SHARE),
             start_s=self._began_s,
             committed=[commit.status for commit in commits],
@@ -663,6 +663,15 @@ class Coordinator:
             except Exception as error:
                 text = f"{type(callback).__name__}.{name}: {type(error).__name__}: {error}"
                 self.store.event("callback_failed", text=text)
+
+
+def memory_of(experiment: Experiment) -> int:
+    """What a trial may hold at once: its agent, then its grader; or both, where a service is graded."""
+    agent, grading = experiment.sandbox.memory or 0, experiment.grading
+    if grading is None:
+        return agent
+    grader = grading.memory or 0
+    return agent + grader if grading.services == "keep" else max(agent, grader)
 
 
 def limits_of(experiment: Experiment) -> list[Limits]:

@@ -99,7 +99,7 @@ class CgroupReport(Contract):
 
 
 class EngineReport(Contract):
-    """The Docker engine, if there is one. No sandbox of this version uses it."""
+    """The Docker engine, if there is one: `sandbox.kind: docker` needs it, and nothing else does."""
 
     state: Literal["answers", "absent", "denied", "too-old", "silent", "odd"]
     address: str

@@ -211,7 +211,7 @@ class DockerSandboxes:
     def _user(self, spec: ContainerSpec, role: str) -> tuple[int | None, int | None]:
         """Who the agent is, as a number if that can be known here."""
         if spec.user is None:
-            if "name=rootless" in self._info.get("SecurityOptions", ()):
+            if engine.is_rootless(self._info):
                 return 0, 0  # which is us, outside
             slot = self._slot if role == AGENT_ROLE else self._slot + 1
             uid = nobodys_uid(slot) if os.geteuid() == 0 else os.geteuid()

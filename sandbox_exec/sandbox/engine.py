@@ -78,6 +78,11 @@ def is_podman(info: dict[str, Any]) -> bool:
     return "BuildahVersion" in info
 
 
+def is_rootless(info: dict[str, Any]) -> bool:
+    """Whether it runs as an ordinary user, who is root in its containers. Docker says so in one place, Podman in one."""
+    return "name=rootless" in info.get("SecurityOptions", ()) or info.get("Rootless") is True
+
+
 def is_down(error: BaseException) -> bool:
     """Whether it is the engine that is not there or does not answer, rather than what was asked of it."""
     if isinstance(error, docker.errors.APIError):
