@@ -29,18 +29,20 @@ from sandbox_exec.contracts import (
     Variant,
     derive_trial_id,
 )
-from sandbox_exec.contracts.experiment import told
+from sandbox_exec.contracts.experiment import MAX_SLOTS, shown, told
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.experiment import load_experiment, load_grading
 from sandbox_exec.graders import FUNCTIONS
 from sandbox_exec.report import TagReport, VariantReport, report_of
 from sandbox_exec.runs import RUNS, RunSummary, make_run, new_run_id, work_at
 from sandbox_exec.store import RunStore, attempt_folder
-from sandbox_exec.trial.grading import ANSWER
+from sandbox_exec.store.db import DB_NAME
+from sandbox_exec.trial.grading import ANSWER, no_repeats
 from sandbox_exec.units import MIB
 
 GRADINGS: Final = "gradings"
 MAX_PREDICTION_BYTES: Final = 64 * MIB  # one row; larger things are files that a run collects
+_MAX_DEPTH: Final = 64  # as that of what is collected from an agent
 _ROW_FIELDS: Final = {"task_id", "id", "variant", "repeat", "answer", "files"}
 _MOST_CHANGES: Final = 20  # that a person reads; all are in the histories
 _NOBODY: Final = {"command": ["true"]}  # no agent runs; but a variant has one
@@ -113,6 +115,8 @@ def grade_predictions(
         }
     )
     folder = Path(os.path.abspath(runs)) / (run_id or new_run_id(experiment.name))
+    if (folder / DB_NAME).exists():  # before its answers are written over
+        raise InvalidValue(f"there is a run in {folder} already: continue it, or name another")
     slots, answers = [], {}
     for idx, row in enumerate(rows):
         slot = Slot(schedule_idx=idx, variant_id=row["variant"], task_id=row["task_id"], repeat=row["repeat"])
@@ -222,7 +226,7 @@ def read_predictions(file: Path, tasks: set[str]) -> list[dict[str, Any]]:
 def _prediction(line: bytes, tasks: set[str]) -> dict[str, Any]:
     if len(line) > MAX_PREDICTION_BYTES:
         raise InvalidValue(f"larger than {MAX_PREDICTION_BYTES} bytes")
-    row = json.loads(line)
+    row = json.loads(line, object_pairs_hook=no_repeats)
     if not isinstance(row, dict):
         raise InvalidValue("not a JSON object")
     unknown = sorted(set(row) - _ROW_FIELDS)
@@ -230,12 +234,13 @@ def _prediction(line: bytes, tasks: set[str]) -> dict[str, Any]:
         raise InvalidValue(f"unknown: {', '.join(unknown)}; allowed: {', '.join(sorted(_ROW_FIELDS))}")
     task = row.get("task_id", row.get("id"))
     if not isinstance(task, str) or task not in tasks:
-        raise InvalidValue(f"task_id is {task!r}, which is no task of the experiment")
+        raise InvalidValue(f"task_id is {shown(task)}, which is no task of the experiment")
     variant, repeat = row.get("variant", "predictions"), row.get("repeat", 0)
     if not isinstance(variant, str) or not 0 < len(variant) <= 256:
-        raise InvalidValue(f"variant is {variant!r}; needed: text")
-    if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 0:
-        raise InvalidValue(f"repeat is {repeat!r}; needed: a whole number from 0")
+        raise InvalidValue(f"variant is {shown(variant)}; needed: text of up to 256 characters")
+    variant.encode()  # half of a surrogate pair is no text
+    if not isinstance(repeat, int) or isinstance(repeat, bool) or not 0 <= repeat < MAX_SLOTS:
+        raise InvalidValue(f"repeat is {shown(repeat)}; needed: a whole number from 0 to {MAX_SLOTS - 1}")
     if ("answer" in row) == ("files" in row):
         raise InvalidValue("needed: either answer (any JSON) or files (a path to its text)")
     return {"task_id": task, "variant": variant, "repeat": repeat, "files": _files(row)}
@@ -254,8 +259,14 @@ def _files(row: Mapping[str, Any]) -> dict[str, bytes]:
         parts = path.parts
         if not parts or path.is_absolute() or ".." in parts or "\0" in name or len(name.encode()) > 2048:
             raise InvalidValue(f"files: {name[:80]!r} is not a path below /out or /workspace")
+        if len(parts) > _MAX_DEPTH or max(len(part.encode()) for part in parts) > 255:
+            raise InvalidValue(
+                f"files: {name[:80]!r} is deeper than {_MAX_DEPTH} folders, or has a name over 255 bytes"
+            )
         if parts[0] not in ("out", "workspace") or len(parts) == 1:
             path = PurePosixPath("out", *parts)
+        if str(path) in found:
+            raise InvalidValue(f"files: {str(path)[:80]!r} is named twice")
         if isinstance(content, str):
             found[str(path)] = content.encode()
         elif isinstance(content, dict) and set(content) == {"base64"} and isinstance(content["base64"], str):

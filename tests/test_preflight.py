@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from sandbox_exec import artifacts
-from sandbox_exec import preflight as door
 from sandbox_exec.contracts import Experiment, Rung
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
-from sandbox_exec.preflight import Finding, Machine, Preflight, preflight, quick_check
+from sandbox_exec.preflight import Finding, Machine, Preflight, cache_folder, preflight, quick_check, smoke
 from sandbox_exec.units import GIB, TIB
 
 MACHINE = Machine(memory_bytes=8 * GIB, cpus=4, architecture="amd64", pids=32768)
@@ -507,7 +506,7 @@ def test_a_grader_that_fails_on_nothing(base: Path) -> None:
 
 
 def test_a_grader_that_is_slow(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_SLOW_SHARE", 0.2 / 20)
+    monkeypatch.setattr(smoke, "_SLOW_SHARE", 0.2 / 20)
     grader(base, f"sleep 0.25\n{GRADE}")
     the_one(look(clean(base, **task())).findings, "warning", "task 't': grading.timeout_s", "more than half")
 
@@ -524,7 +523,7 @@ def test_a_grader_that_is_a_function(base: Path) -> None:
 
 
 def test_of_very_many_only_some_are_tried(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_MAX_TRIED", 1)
+    monkeypatch.setattr(smoke, "_MAX_TRIED", 1)
     one = clean(base, variants=[AGENT, {**AGENT, "id": "w"}])
     the_one(look(one).findings, "note", "smoke", "1 of 2 pairs")
 
@@ -559,7 +558,7 @@ def test_a_grader_that_changed_is_tried_again(base: Path, tmp_path: Path) -> Non
 
 
 def test_a_warning_is_kept(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_SLOW_SHARE", 0.0)
+    monkeypatch.setattr(smoke, "_SLOW_SHARE", 0.0)
     first, again = (look(clean(base, **task()), cache=tmp_path / "cache") for _ in range(2))
     assert told(first.findings) == [("warning", "task 't': grading.timeout_s")]
     assert (again.findings, again.from_cache) == (first.findings, 1)
@@ -587,10 +586,10 @@ def test_what_is_old_or_damaged_was_never_there(base: Path, tmp_path: Path) -> N
 
 def test_the_cache_is_where_the_users_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert door.cache_folder() == tmp_path / "sandbox-exec" / "preflight"
+    assert cache_folder() == tmp_path / "sandbox-exec" / "preflight"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert door.cache_folder() == tmp_path / ".cache" / "sandbox-exec" / "preflight"
+    assert cache_folder() == tmp_path / ".cache" / "sandbox-exec" / "preflight"
 
 
 # --- the shell ---

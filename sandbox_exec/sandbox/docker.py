@@ -343,12 +343,15 @@ class DockerSandboxes:
             notes.append("the size of /workspace and /out is watched, not held: only root can give them a file system")
         if not spec.read_only:
             notes.append("what is written to the container's root is watched, not held: see sandbox.read_only")
+        held = not engine.ignores_limits(self._info)
+        if not held:
+            notes.append("no ceiling of memory, processes, processors; no ulimits, no freezing: Podman, rootless, v1")
         return Isolation(
             rung="container",
-            memory="engine" if limits.memory is not None else "none",
-            pids="engine" if limits.pids is not None else "none",
-            cpu="engine" if limits.cpus is not None else "none",
-            freeze="engine",
+            memory="engine" if held and limits.memory is not None else "none",
+            pids="engine" if held and limits.pids is not None else "none",
+            cpu="engine" if held and limits.cpus is not None else "none",
+            freeze="engine" if held else "none",
             filesystem="private",
             disk="tmpfs" if made.mounted else "watched",
             network=spec.network,

@@ -79,8 +79,13 @@ def is_podman(info: dict[str, Any]) -> bool:
 
 
 def is_rootless(info: dict[str, Any]) -> bool:
-    """Whether it runs as an ordinary user, who is root in its containers. Docker says so in one place, Podman in one."""
+    """Whether it runs as an ordinary user, who is root in its containers. Docker and Podman say so in two places."""
     return "name=rootless" in info.get("SecurityOptions", ()) or info.get("Rootless") is True
+
+
+def ignores_limits(info: dict[str, Any]) -> bool:
+    """Whether it takes ceilings and holds none, without a word: Podman as an ordinary user on cgroup v1."""
+    return is_podman(info) and is_rootless(info) and info.get("CgroupVersion") == "1"
 
 
 def is_down(error: BaseException) -> bool:

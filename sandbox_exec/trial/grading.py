@@ -46,7 +46,8 @@ MAX_GRADE_BYTES: Final = MIB  # it is also in the completion and in the database
 ANSWER: Final = "answer.tar"  # what was graded: workspace/ and out/
 REJECTED: Final = "grade.rejected"  # what a grader wrote that is no grade
 _GRADE: Final = "grade/grade.json"
-_ROOM_BYTES, _ROOM_FILES = 2 * MAX_GRADE_BYTES, 16  # what must be left for a grader to write its grade
+_ROOM_FILES: Final = 1000  # that must be left for assets and a grade
+_SPARE_BYTES: Final = 32 * MIB  # of what a grader may write of its own: what copies may be larger by
 _WHY: Final = {
     Status.TASK_TIMEOUT: ("GraderTimeout", "the grader was killed at its deadline"),
     Status.MEMORY_EXCEEDED: ("GraderMemoryExceeded", "the grader was killed at its memory ceiling"),
@@ -113,6 +114,9 @@ class Grading:
         self._sandbox = sandbox
         try:
             self._left(sandbox)
+            if self._like is None and self._dispatch.answer is None:
+                disk, agents = self._spec.limits.disk, self._dispatch.limits.disk
+                _check_room(sandbox, disk, disk - agents - _SPARE_BYTES)  # a full disk leaves all of the difference
             if self._launch.role != "grader" and self._like is None:
                 for name in ("workspace", "out"):
                     sandbox.give(name)
@@ -238,7 +242,7 @@ def build_grader(dispatch: TrialDispatch, about: dict[str, Any]) -> Launch:
 def parse_grade(data: bytes) -> tuple[Grade | None, str]:
     """The grade in what a grader wrote, or the reason why there is none. Any bytes give an answer."""
     try:
-        value = parse_json(data, parse_constant=_no_constant, object_pairs_hook=_no_repeats)
+        value = parse_json(data, parse_constant=_no_constant, object_pairs_hook=no_repeats)
     except (ValueError, RecursionError) as error:
         return None, f"grade.json is malformed: {error}"
     try:
@@ -253,7 +257,8 @@ def _no_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For a reader of JSON: refuse a key that stands twice, of which each reader takes another."""
     members = dict(pairs)
     if len(members) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -284,7 +289,6 @@ def carry(agent: Sandbox, grader: Sandbox, names: tuple[str, ...], limits: Colle
         before = os.umask(0o022)  # the grader has another uid, and must be able to read it
         try:
             found = _copy(source, target, limits)
-            _check_room(target, limits)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -318,10 +322,15 @@ def _copy(source: int, target: int, limits: CollectLimits) -> Collected:
 _TOO_LARGE: Final = "what the agent left does not fit the disk that it and a grade are given"
 
 
-def _check_room(folder: int, limits: CollectLimits) -> None:
-    room = os.fstatvfs(folder)
-    is_own = room.f_blocks * room.f_frsize <= limits.bytes  # else it is a folder of the host's
-    if is_own and (room.f_bavail * room.f_frsize < _ROOM_BYTES or room.f_favail < _ROOM_FILES):
+def _check_room(grader: Sandbox, disk: int, needed: int) -> None:
+    """Assets and a grade must find room, whatever came before them. `disk`: all that the grader's sandbox has."""
+    folder = grader.open_folder("workspace")
+    try:
+        room = os.fstatvfs(folder)
+    finally:
+        os.close(folder)
+    is_own = room.f_blocks * room.f_frsize < disk + room.f_frsize  # else it is a folder of the host's
+    if is_own and (room.f_bavail * room.f_frsize < needed or room.f_favail < _ROOM_FILES):
         raise _DoesNotFit(_TOO_LARGE)
 
 

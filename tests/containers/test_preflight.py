@@ -18,9 +18,9 @@ from test_preflight import GRADE, the_one
 
 from containers.runs_in_docker import of_run
 from sandbox_exec import artifacts, images
-from sandbox_exec import preflight as door
 from sandbox_exec.contracts import Experiment
-from sandbox_exec.preflight import Finding, Preflight, preflight
+from sandbox_exec.preflight import Finding, Preflight, preflight, smoke
+from sandbox_exec.preflight import images as inside
 
 # Holds the grader in its top layer, a reference solution that a later layer removed, and an older grader.
 _LEAKY = """FROM {base}
@@ -225,7 +225,7 @@ def test_what_agents_are_given_may_be_in_the_image_and_only_while_they_are(built
 
 
 def test_layers_that_cannot_be_read(busybox_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_ZSTD", b"")  # which all begin with
+    monkeypatch.setattr(inside, "_ZSTD", b"")  # which all begin with
     found = look_inside(experiment(tmp_path, busybox_image)).findings
     the_one(found, "warning", f"image {busybox_image!r}", "compressed with zstd")
 
@@ -233,7 +233,7 @@ def test_layers_that_cannot_be_read(busybox_image: str, tmp_path: Path, monkeypa
 def test_an_image_that_is_too_large_to_be_searched(
     busybox_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_MOST_IMAGE_BYTES", 1)
+    monkeypatch.setattr(inside, "_MOST_IMAGE_BYTES", 1)
     found = look_inside(experiment(tmp_path, busybox_image)).findings
     the_one(found, "warning", f"image {busybox_image!r}", "too many to look")
 
@@ -250,7 +250,7 @@ def test_an_image_without_a_shell_is_started_and_graded_all_the_same(
 
 
 def test_an_engine_whose_init_is_elsewhere(built: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_INIT", ("/run/no-such-init", "--version"))
+    monkeypatch.setattr(smoke, "_INIT", ("/run/no-such-init", "--version"))
     one = experiment(tmp_path, built.bare, **agent("/solve", "true"))
     the_one(start(one).findings, "note", f"image {built.bare!r}", "could not be tried")
 
@@ -263,7 +263,7 @@ def test_a_user_that_the_image_has_not(busybox_image: str, tmp_path: Path) -> No
 def test_a_workspace_that_cannot_be_written(
     busybox_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_WRITES", ": >/workspace/no-such-folder/file")
+    monkeypatch.setattr(smoke, "_WRITES", ": >/workspace/no-such-folder/file")
     found = start(experiment(tmp_path, busybox_image)).findings
     the_one(found, "error", f"image {busybox_image!r}", "cannot be written")
 

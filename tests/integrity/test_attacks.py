@@ -7,7 +7,6 @@ is in `POSSIBLE`, and is tested to work there, and only there.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import client
 
 from integrity.trials import ASSET, EVIL, FORGED, SECRET, Kind, experiment, last_attempt, leaks, make_base, run, told
 from sandbox_exec.contracts import Status, TrialCompletion
@@ -26,7 +24,13 @@ PLANT = f"""
 plant() {{ mkdir -p "$(dirname "$1")" 2>/dev/null; printf '%s\\n' '{EVIL}' >"$1"; }}
 """
 SHIM = f"""
-shim() {{ mkdir -p "$(dirname "$1")"; printf '#!/bin/sh\\n{FORGE} >/grade/grade.json\\n' >"$1"; chmod 755 "$1"; }}
+evil() {{ cat <<'END'
+#!/bin/busybox sh
+{FORGE} >/grade/grade.json
+exit 0
+END
+}}
+shim() {{ mkdir -p "$(dirname "$1")"; evil >"$1"; chmod 755 "$1"; }}
 """
 
 
@@ -36,6 +40,7 @@ class Attack:
 
     script: str
     status: Status = Status.SUCCESS  # what the trial comes to; if it is this one, with the grade of a wrong answer
+    in_same: bool = True  # whether it is another thing there
 
 
 GRADE_IN_ADVANCE = f"""
@@ -89,9 +94,9 @@ for name in sh cat echo env python3 python sed true; do
     for place in /workspace /workspace/bin /out /tmp /tmp/bin /usr/local/bin /usr/local/sbin; do shim $place/$name; done
 done 2>/dev/null
 for rc in .profile .bashrc .bash_profile .shrc .kshrc .zshenv .ashrc .env; do
-    for home in /tmp /workspace /root "$HOME" /etc; do {FORGE} ">/grade/grade.json" >$home/$rc; done
+    for home in /tmp /workspace /root "$HOME" /etc; do evil >$home/$rc; done
 done 2>/dev/null
-{FORGE} ">/grade/grade.json" >/workspace/rc
+evil >/workspace/rc
 echo /workspace/evil.so >/etc/ld.so.preload 2>/dev/null
 echo /workspace >/etc/ld.so.conf.d/evil.conf 2>/dev/null
 mkdir -p /workspace/.git/hooks /tmp/.config/git
@@ -132,7 +137,8 @@ exit 0"""
 READS = f"""
 ls -laR /grading /grade /.old /.scratch /.files /run /var/run /dev/shm /dev/mqueue /mnt /var/tmp 2>/dev/null
 for root in /proc/[0-9]*/root /proc/[0-9]*/cwd; do ls -la $root/ $root/grading; cat $root/grading/*; done 2>/dev/null
-for name in environ cmdline maps mountinfo fd fdinfo; do cat /proc/[0-9]*/$name /proc/[0-9]*/$name/*; done 2>/dev/null
+for name in environ cmdline maps mountinfo; do cat /proc/[0-9]*/$name; done 2>/dev/null
+ls -la /proc/[0-9]*/fd 2>/dev/null
 cat /proc/net/unix /proc/sysvipc/* /proc/keys 2>/dev/null
 cat /in/* /in/task.json; env; find / -name '*{ASSET[:8]}*' 2>/dev/null
 cat BASE/grading/* BASE/* BASE/../run/trials/*/*/* 2>/dev/null; ls -laR BASE BASE/.. 2>/dev/null
@@ -148,9 +154,9 @@ chmod 4755 /workspace/closed/in/file
 chmod 000 /workspace/closed/in/file /workspace/closed/in /workspace/closed /out/closed /out/answer /workspace /out
 true"""
 LOOK_LIKE_OURS = """
-for name in sandbox-exec-docker-1-1-x-1-a sandbox-exec-pool sandbox-exec-1; do mkdir -p /tmp/$name /workspace/$name; done
+for name in sandbox-exec-docker-1-1-x-1-a sandbox-exec-1; do mkdir -p /tmp/$name /workspace/$name; done
 cp "$(command -v sleep)" /workspace/sx-keeper 2>/dev/null && setsid /workspace/sx-keeper 1000 >/dev/null 2>&1 &
-cp "$(command -v busybox || command -v sleep)" /workspace/sleep 2>/dev/null; setsid /workspace/sleep 1000 >/dev/null 2>&1 &
+cp "$(command -v busybox)" /workspace/sleep 2>/dev/null; setsid /workspace/sleep 1000 >/dev/null 2>&1 &
 echo '{"grade": {"score": 1.0}}' >/out/completion.json; cp /out/completion.json /workspace/dispatch.json
 echo x >/out/answer.tar; echo x >/out/not_graded.json; mkdir /out/out /out/attempt-1
 true"""
@@ -170,12 +176,12 @@ ATTACKS = {
     "a full disk": Attack("cat /dev/zero >/workspace/large 2>/dev/null; cat /dev/zero >/out/large 2>/dev/null; true"),
     "files with holes": Attack("truncate -s 250M /workspace/a; truncate -s 250M /out/b", Status.DISK_EXCEEDED),
     "holes to the last page": Attack("truncate -s 255M /workspace/a; truncate -s 65M /out/b", Status.DISK_EXCEEDED),
-    "a result that is no JSON": Attack("printf '{\"a\": 1, \\377' >/out/result.json", Status.AGENT_ERROR),
+    "a result that is no JSON": Attack("printf '{\"a\": 1, \\377' >/out/result.json", Status.AGENT_ERROR, False),
     "a result that is nested too deeply": Attack(
-        "{ printf '{\"a\": '; yes [ | head -n 100000 | tr -d '\\n'; } >/out/result.json", Status.AGENT_ERROR
+        "{ printf '{\"a\": '; yes [ | head -n 100000 | tr -d '\\n'; } >/out/result.json", Status.AGENT_ERROR, False
     ),
-    "a result that is a link": Attack("ln -s /in/task.json /out/result.json", Status.AGENT_ERROR),
-    "a result that is a FIFO": Attack("mkfifo /out/result.json", Status.AGENT_ERROR),
+    "a result that is a link": Attack("ln -s /in/task.json /out/result.json", Status.AGENT_ERROR, False),
+    "a result that is a FIFO": Attack("mkfifo /out/result.json", Status.AGENT_ERROR, False),
     "nothing": Attack("true"),
 }
 POSSIBLE = {  # what `in: same` cannot prevent, where, and what comes of it
@@ -219,17 +225,22 @@ def battle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind, mode = request.param
     image = request.getfixturevalue("busybox_image") if kind == "docker" else None
     place = tmp_path_factory.mktemp(f"{kind}-{mode}")
-    agents: dict[str, Any] = {name: attack.script for name, attack in ATTACKS.items()}
+    fought = {name: attack for name, attack in ATTACKS.items() if mode == "fresh" or attack.in_same}
+    agents: dict[str, Any] = {name: attack.script for name, attack in fought.items()}
     for possible in POSSIBLE.values():
         agents |= {name: script for name, (script, _, _) in possible.items()}
     agents = {name: script.replace("BASE", str(place / "base")) for name, script in agents.items()}
     agents["knows the answer"] = f"echo {SECRET} >/out/answer"
-    one = experiment(place / "base", agents, kind, image, {"in": mode, "timeout_s": 5})
+    one = experiment(place / "base", agents, kind, image, {"in": mode, "timeout_s": 3})
     return Battle(kind, mode, place / "run", run(one, place / "run"))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_changes_no_grade(battle: Battle, attack: str) -> None:
+    if attack not in battle.ended:
+        assert battle.mode == "same"
+        assert not ATTACKS[attack].in_same
+        return
     due = ATTACKS[attack].status, 0.0 if ATTACKS[attack].status is Status.SUCCESS else None
     if attack in POSSIBLE.get((battle.kind, battle.mode), {}):
         _, *rest = POSSIBLE[battle.kind, battle.mode][attack]
@@ -239,6 +250,8 @@ def test_an_attack_changes_no_grade(battle: Battle, attack: str) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_sees_no_asset(battle: Battle, attack: str) -> None:
+    if attack not in battle.ended:
+        return
     found = [line for line in battle.leaks(attack) if not (attack.startswith("links") and ASSET in line)]
     assert found == []
 
@@ -265,3 +278,176 @@ def test_the_grader_is_another_user_in_a_sandbox_proven_to_be_empty_of_agents(ba
     if battle.kind == "process":
         assert daemon.kill is not None
         assert "killed all" in daemon.kill.proof
+
+
+# --- agents that are root ---
+
+TAKE_PLACES = """
+for name in /grading /grade; do rm -rf $name; ln -s /workspace $name; done
+mkdir -p /workspace/grade /out/grading; echo x >/workspace/grade.json
+mv /run /run.old; ln -s /workspace /run
+echo evil >/out/answer
+"""
+POISON = f"""{SHIM}
+evil >/out/evil
+for name in sh cat; do rm /bin/$name; cp /out/evil /bin/$name; chmod 755 /bin/$name; done
+"""
+ROOT = {"takes our places": TAKE_PLACES, "poisons the shell": POISON, "nothing": "true"}
+
+
+@pytest.mark.parametrize("mode", ["fresh", "same"])
+def test_a_poisoned_system_forges_a_grade_in_same_and_only_there(tmp_path: Path, busybox_image: str, mode: str) -> None:
+    one = experiment(tmp_path / "base", ROOT, "docker", busybox_image, {"in": mode}, sandbox={"user": "root"})
+    ended = run(one, tmp_path / "run")
+    scores = {name: end.grade.score if end.grade else None for name, end in ended.items()}
+    poisoned = 1.0 if mode == "same" else 0.0
+    assert scores == {"takes our places": 0.0, "poisons the shell": poisoned, "nothing": 0.0}, [
+        told(end) for end in ended.values()
+    ]
+    assert leaks(tmp_path / "run") == []
+
+
+def test_no_image_is_left_of_a_grading_in_same(tmp_path: Path, busybox_image: str, engine: Any) -> None:
+    before = {image["Id"] for image in engine.images(all=True)}
+    one = experiment(tmp_path / "base", {"a": "true"}, "docker", busybox_image, {"in": "same"})
+    run(one, tmp_path / "run")
+    labels = {"label": f"sandbox-exec.run={(tmp_path / 'run').name}"}
+    left = [image for image in engine.images(all=True, filters=labels) if image["Id"] not in before]
+    assert left == []
+
+
+# --- what an agent is shown of the experiment's folder ---
+
+SEEKER = """
+import os
+
+
+def main(task):
+    found = {}
+    for top in %r:
+        for folder, folders, files in os.walk(top):
+            for name in files:
+                try:
+                    with open(os.path.join(folder, name), "rb") as file:
+                        found[os.path.join(folder, name)] = file.read(100_000).decode("latin-1")
+                except OSError as error:
+                    found[os.path.join(folder, name)] = str(error)
+    return {"found": found}
+"""
+GRADER = f"""
+SECRET = "{SECRET}"
+
+
+def grade(task):
+    return {{"score": 0.0}}
+"""
+
+
+def make_seeker(base: Path, *more: str) -> None:
+    make_base(base)
+    (base / "agent.py").write_text(SEEKER % ([str(base), *more],))
+    (base / "shown.txt").write_text("for everybody")
+    (base / "grader.py").write_text(GRADER)
+    cached = base / "__pycache__"
+    cached.mkdir()
+    (cached / f"grader.{sys.implementation.cache_tag}.pyc").write_text(SECRET)
+
+
+def test_a_function_with_the_experiments_folder_on_its_path_sees_nothing_of_the_grading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "base"
+    make_seeker(base)
+    monkeypatch.syspath_prepend(str(base))
+    agents = {"a": {"python": "agent:main"}}
+    one = experiment(base, agents, grading={"python": "grader:grade"}, sandbox={"readable": ["."]})
+    ended = run(one, tmp_path / "run")
+    assert ended["a"].grade is not None, told(ended["a"])
+    assert "for everybody" in (last_attempt(tmp_path / "run", "a") / "result.json").read_text()
+    assert leaks(tmp_path / "run") == []
+
+
+@pytest.mark.xfail(reason="a container is shown all of what is readable: Limits.hidden is not applied in docker.py")
+def test_what_is_readable_in_a_container_shows_no_assets_that_lie_in_it(tmp_path: Path, busybox_image: str) -> None:
+    base = tmp_path / "base"
+    agents = {"a": f"cat {base}/grading/*; ls -laR {base}; true"}
+    run(experiment(base, agents, "docker", busybox_image, sandbox={"readable": ["."]}), tmp_path / "run")
+    assert leaks(tmp_path / "run") == []
+
+
+@pytest.mark.xfail(reason="a workspace that holds the assets is copied with them")
+@pytest.mark.parametrize("kind", ["process", "docker"])
+def test_a_workspace_shows_no_assets_that_lie_in_it(tmp_path: Path, kind: Kind, request: pytest.FixtureRequest) -> None:
+    image = request.getfixturevalue("busybox_image") if kind == "docker" else None
+    tasks = [{"id": "t", "input": {}, "workspace": "."}]
+    one = experiment(tmp_path / "base", {"a": "ls -laR /workspace; true"}, kind, image, tasks=tasks)
+    run(one, tmp_path / "run")
+    assert leaks(tmp_path / "run") == []
+
+
+@pytest.mark.xfail(reason="the run's own folder is not among what agents are not shown")
+def test_an_agent_does_not_see_the_folder_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "base"
+    make_seeker(base)
+    monkeypatch.syspath_prepend(str(base))
+    agents: dict[str, Any] = {"knows": f"echo {SECRET} >/out/answer", "seeks": {"python": "agent:main"}}
+    one = experiment(base, agents, design={"max_concurrency": 1})
+    run(one, base / "runs" / "one")
+    assert '"score": 1.0' not in (last_attempt(base / "runs" / "one", "seeks") / "result.json").read_text()
+    assert [line for line in leaks(base / "runs" / "one") if "trials/seeks" in line] == []
+
+
+@pytest.mark.xfail(reason="HOME of a grader is /tmp, which is the agent's in `same`", raises=AssertionError)
+def test_what_an_agent_left_in_tmp_is_no_home_of_the_graders_in_same(tmp_path: Path) -> None:
+    interpreter = os.path.realpath(sys.executable)  # not that of a virtual environment, which has no user's site
+    site = sysconfig.get_path("purelib", "posix_user", vars={"userbase": "/tmp/.local"})
+    agents = {"a": f"{PLANT} plant {site}/usercustomize.py; plant {site}/sitecustomize.py; true"}
+    grading = {"in": "same", "command": [interpreter, "grade.py"]}
+    ended = run(experiment(tmp_path / "base", agents, grading=grading), tmp_path / "run")
+    assert ended["a"].grade is not None, told(ended["a"])
+    assert ended["a"].grade.score == 0.0
+
+
+# --- one trial and the next ---
+
+
+@pytest.mark.parametrize("kind", ["process", "docker"])
+def test_what_could_not_be_graded_is_not_seen_by_the_next_grader(
+    tmp_path: Path, kind: Kind, request: pytest.FixtureRequest
+) -> None:
+    """The copies of the first fail halfway; the second leaves nothing, so that whatever is there is the first's."""
+    image = request.getfixturevalue("busybox_image") if kind == "docker" else None
+    agents = {
+        "first": f"echo {SECRET} >/workspace/answer; truncate -s 250M /workspace/a; truncate -s 250M /out/b",
+        "second": "true",
+    }
+    look = 'echo "{\\"score\\": $(cat /workspace/* /out/* 2>/dev/null | wc -c)}" >$SANDBOX_EXEC_GRADE'
+    grading = {"command": ["sh", "-c", look]}
+    one = experiment(tmp_path / "base", agents, kind, image, grading, design={"max_concurrency": 1})
+    ended = run(one, tmp_path / "run")
+    assert ended["first"].status is Status.DISK_EXCEEDED
+    assert ended["second"].grade is not None, told(ended["second"])
+    assert ended["second"].grade.score == 0
+
+
+@pytest.mark.parametrize("kind", ["process", "docker"])
+@pytest.mark.parametrize("how", ["a closed folder", "a closed file", "one file"])
+def test_assets_are_seen_by_the_grader_whatever_their_modes_are(
+    tmp_path: Path, kind: Kind, how: str, request: pytest.FixtureRequest
+) -> None:
+    if kind == "docker":
+        request.applymarker(pytest.mark.xfail(reason="assets are bound into a container as they are, not copied"))
+    image = request.getfixturevalue("busybox_image") if kind == "docker" else None
+    base = tmp_path / "base"
+    make_base(base)
+    grading: dict[str, Any] = {"command": ["sh", "-c", SCORE]}
+    if how == "one file":
+        grading["assets"] = f"grading/{ASSET}"
+    else:
+        (base / "grading" / (ASSET if "file" in how else "")).chmod(0o700 if "folder" in how else 0o600)
+    ended = run(experiment(base, {"a": "true"}, kind, image, grading), tmp_path / "run")
+    assert ended["a"].grade is not None, told(ended["a"])
+    assert ended["a"].grade.score == len(SECRET)
+
+
+SCORE = f'echo "{{\\"score\\": $(cat $SANDBOX_EXEC_GRADING/{ASSET} | wc -c)}}" >$SANDBOX_EXEC_GRADE'

@@ -1,4 +1,4 @@
-"""What the tests of grading share: an experiment whose variants are attacks, an honest grader, and a look at the loot."""
+"""What the tests of grading share: an experiment whose variants are attacks, an honest grader, a look at the loot."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sandbox_exec import runs
 from sandbox_exec.contracts import Experiment, TrialCompletion
 from sandbox_exec.contracts.experiment import GradingSettings
 from sandbox_exec.store import RunStore, attempt_folder, read_completion
+from sandbox_exec.trial.grading import ANSWER
 
 Kind = Literal["process", "docker"]
 In = Literal["fresh", "same"]
@@ -21,7 +22,10 @@ SECRET = "the-secret-answer-7f3a9c"  # the text of an asset
 ASSET = "asset-name-51d0e2"  # and its name
 FORGED = '{"score": 1.0, "passed": true}'
 # What planted Python code does, if it is ever run. Without an apostrophe, so that a shell can quote it.
-EVIL = 'import _io; _io.open("/grade/grade.json", "w").write(chr(123) + chr(34) + "score" + chr(34) + ": 1.0}")'
+EVIL = (
+    'import _io, posix; _io.open("/grade/grade.json", "w").write(chr(123) + chr(34) + "score" + chr(34) + ": 1.0}"); '
+    "posix._exit(0)"
+)
 
 # Right is who says the secret. It loads what graders load, and looks into what agents leave, as graders do.
 PYTHON_GRADER = f"""
@@ -70,7 +74,7 @@ def experiment(
     given: dict[str, Any] = {"assets": "grading", "timeout_s": 60, **(grading or {})}
     if not {"command", "python", "function"} & set(given):
         given["command"] = command
-    sandbox = {"kind": kind, "memory": "256MiB", "timeout_s": 60, **fields.pop("sandbox", {})}
+    sandbox = {"kind": kind, "memory": "400MiB", "timeout_s": 20, **fields.pop("sandbox", {})}
     if kind == "docker":
         sandbox = {"image": image, **sandbox}
     return Experiment(
@@ -131,7 +135,7 @@ def loot(folder: Path) -> Iterator[tuple[str, bytes]]:
         if path.is_symlink() or not path.is_file() or path.name in OURS:
             continue
         where = str(path.relative_to(folder))
-        if path.name == "answer.tar":
+        if path.name == ANSWER and path.parent.parent.parent == folder / "trials":
             with tarfile.open(path) as archive:
                 for info in archive:
                     data = archive.extractfile(info) if info.isreg() else None
