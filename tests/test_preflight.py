@@ -20,6 +20,7 @@ from sandbox_exec import artifacts
 from sandbox_exec.contracts import Experiment, Rung
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.preflight import Finding, Machine, Preflight, cache_folder, preflight, quick_check, smoke
+from sandbox_exec.preflight.files import Files
 from sandbox_exec.units import GIB, TIB
 
 MACHINE = Machine(memory_bytes=8 * GIB, cpus=4, architecture="amd64", pids=32768)
@@ -33,8 +34,11 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's agents
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
+    return files_in(tmp_path / "experiment")
+
+
+def files_in(base: Path) -> Path:
     """The files of an experiment of which nothing is found."""
-    base = tmp_path / "experiment"
     for folder in ("ws", "grading", "ref/out"):
         (base / folder).mkdir(parents=True)
     (base / "ws" / "question").write_text("what is the answer to everything?\n")
@@ -379,7 +383,7 @@ def test_errors_come_first(base: Path, tmp_path: Path) -> None:
 
 def test_ten_thousand_tasks_take_no_time(base: Path, tmp_path: Path) -> None:
     one = clean(base, tasks=[{"id": f"t{number}", "input": 1, "workspace": "ws"} for number in range(10_000)])
-    quick_check(one, runs=tmp_path, machine=MACHINE)  # the containment is found once
+    quick_check(clean(base), runs=tmp_path, machine=MACHINE)  # the containment is found once
     began_s = time.process_time()
     assert quick_check(one, runs=tmp_path, machine=MACHINE) == []
     assert time.process_time() - began_s < 1.0  # measured: 0.2 s, on a slow machine
@@ -429,7 +433,7 @@ def test_an_artifact_that_holds_the_assets(base: Path) -> None:
 
 def test_what_agents_are_given_anyway_is_no_secret(base: Path) -> None:
     (base / "ws" / "example.sh").write_text(GRADE)
-    assert look(clean(base, **frozen(base, check=GRADE))).findings == ()
+    assert [*Files(clean(base, **frozen(base, check=GRADE))).look()] == []
 
 
 def test_a_workspace_that_does_not_fit(base: Path) -> None:
@@ -455,71 +459,87 @@ def grader(base: Path, text: str) -> None:
     (base / "grading" / "grade.sh").write_text(text)
 
 
-def test_of_a_clean_experiment_nothing_is_found_by_trials_either(base: Path) -> None:
-    lines: list[str] = []
-    found = look(clean(base), say=lines.append)  # its agent would pass: it is not started
-    assert found.findings == ()
-    assert found.ok
-    assert found.checked[-1] == "smoke: null agent x 1, reference solution x 1"
-    assert lines[0] == "4 trials of 2 kinds, 2 at once"
+class Looked(NamedTuple):
+    """An experiment of which nothing was found, and what is kept of that."""
+
+    one: Experiment
+    found: Preflight
+    lines: list[str]
+    cache: Path
 
 
-def test_a_grader_that_passes_an_agent_that_does_nothing(base: Path) -> None:
-    grader(base, """echo '{"score": 0.5, "passed": true}' >"$SANDBOX_EXEC_GRADE" """)
-    found = look(clean(base))
-    the_one(found.findings, "error", "task 't': grading", "does nothing")
-    assert not found.ok
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> Looked:
+    folder = tmp_path_factory.mktemp("looked")
+    one, lines = clean(files_in(folder / "experiment")), list[str]()
+    return Looked(one, look(one, cache=folder / "cache", say=lines.append), lines, folder / "cache")
 
 
-def test_a_full_score_for_nothing_is_a_pass(base: Path) -> None:
-    grader(base, """echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """)
-    the_one(look(clean(base)).findings, "error", "task 't': grading", "does nothing")
+def test_of_a_clean_experiment_nothing_is_found_by_trials_either(looked: Looked) -> None:
+    assert looked.found.findings == ()  # its agent would pass: it is not started
+    assert looked.found.ok
+    assert looked.found.checked[-1] == "smoke: null agent x 1, reference solution x 1"
+    assert looked.lines[0] == "4 trials of 2 kinds, 2 at once"
 
 
-def test_a_grader_that_does_not_pass_the_reference(base: Path) -> None:
-    grader(base, """echo '{"score": 0, "passed": false}' >"$SANDBOX_EXEC_GRADE" """)
-    the_one(look(clean(base)).findings, "error", "task 't': reference", "does not pass the reference")
+# Of each task, its own grader; of "function", the experiment's.
+BAD_GRADERS = {
+    "lax": """echo '{"score": 0.5, "passed": true}' >"$SANDBOX_EXEC_GRADE" """,
+    "full": """echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """,
+    "strict": """echo '{"score": 0, "passed": false}' >"$SANDBOX_EXEC_GRADE" """,
+    "varies": """echo "{\\"score\\": 0.$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}" >"$SANDBOX_EXEC_GRADE" """,
+    "fails": "exit 3",
+}
 
 
-def test_a_grader_whose_score_varies(base: Path) -> None:
-    grader(base, """echo "{\\"score\\": 0.$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}" >"$SANDBOX_EXEC_GRADE" """)
-    one = clean(base, **task())
-    the_one(look(one).findings, "warning", "task 't': grading", "flaky")
+@pytest.fixture(scope="module")
+def badly_graded(tmp_path_factory: pytest.TempPathFactory) -> Preflight:
+    """One look at many graders: a look begins its own workers, which takes longer than a trial."""
+    base = files_in(tmp_path_factory.mktemp("graders") / "experiment")
+    tasks: list[dict[str, Any]] = [{"id": "function", "input": 1}]
+    for name, text in BAD_GRADERS.items():
+        (base / "grading" / f"{name}.sh").write_text(text)
+        more = {"reference": "ref"} if name == "strict" else {}
+        tasks.append({"id": name, "input": 1, "grading": {"command": ["sh", f"{name}.sh"]}, **more})
+    grading = {"command": None, "function": lambda task: {"score": 1.0}}
+    return look(clean(base, tasks=tasks, grading=grading))
+
+
+def test_each_grader_is_tried(badly_graded: Preflight) -> None:
+    names = ("function", "lax", "full", "strict", "varies", "fails")
+    assert {name for name in names if any(f"'{name}'" in one.place for one in badly_graded.findings)} == {*names}
+    assert not badly_graded.ok
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "where", "words"),
+    [
+        pytest.param("lax", "error", "grading", "does nothing (score 0.5)", id="passes an agent that does nothing"),
+        pytest.param("full", "error", "grading", "does nothing (score 1)", id="full score, which is a pass"),
+        pytest.param("function", "error", "grading", "does nothing (score 1)", id="a function"),
+        pytest.param("strict", "error", "reference", "not pass the reference", id="does not pass the reference"),
+        pytest.param("varies", "warning", "grading", "flaky", id="score varies"),
+        pytest.param("fails", "error", "grading", "fails on an agent that did nothing: NoGrade", id="fails on nothing"),
+    ],
+)
+def test_a_bad_grader(name: str, level: str, where: str, words: str, badly_graded: Preflight) -> None:
+    (found,) = [one for one in badly_graded.findings if f"'{name}'" in one.place and words in one.what]
+    assert (found.level, found.place.rpartition(": ")[2]) == (level, where)
+    assert found.todo
 
 
 def test_a_grader_whose_verdict_varies(base: Path) -> None:
     # Two that run do not see each other: only chance can tell them apart, and so takes some turns.
-    (base / "grading" / "grade.py").write_text(
-        "import json, os, uuid\n"
-        "passed = [None, False][uuid.uuid4().int % 2]\n"
-        "json.dump({'score': 0, 'passed': passed}, open(os.environ['SANDBOX_EXEC_GRADE'], 'w'))\n"
+    grader(
+        base,
+        "if [ $(od -An -N1 -tu1 /dev/urandom) -lt 128 ]; then passed=null; else passed=false; fi\n"
+        'echo "{\\"score\\": 0, \\"passed\\": $passed}" >"$SANDBOX_EXEC_GRADE"\n',
     )
-    one = clean(base, grading={"command": ["python3", "grade.py"]}, **task())
-    found = next((found for _ in range(20) if (found := look(one).findings)), ())
-    the_one(found, "error", "task 't': grading", "flaky")
-
-
-def test_a_grader_that_fails_on_nothing(base: Path) -> None:
-    grader(base, "exit 3")
-    found = the_one(look(clean(base, **task())).findings, "error", "task 't': grading", "fails on an agent that did")
-    assert "NoGrade" in found.what
-
-
-def test_a_grader_that_is_slow(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke, "_SLOW_SHARE", 0.2 / 20)
-    grader(base, f"sleep 0.25\n{GRADE}")
-    the_one(look(clean(base, **task())).findings, "warning", "task 't': grading.timeout_s", "more than half")
-
-
-def test_each_grader_is_tried(base: Path) -> None:
-    (base / "grading" / "lax.sh").write_text("""echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """)
-    tasks = [{"id": "t", "input": 1}, {"id": "u", "input": 1, "grading": {"command": ["sh", "lax.sh"]}}]
-    assert told(look(clean(base, tasks=tasks)).findings) == [("error", "task 'u': grading")]
-
-
-def test_a_grader_that_is_a_function(base: Path) -> None:
-    one = clean(base, grading={"command": None, "function": lambda task: {"score": 1.0}}, **task())
-    the_one(look(one).findings, "error", "task 't': grading", "does nothing")
+    own = [{"grading": {"command": ["sh", "grade.sh", str(turn)]}} for turn in range(4)]
+    one = clean(base, tasks=[{"id": f"t{turn}", "input": 1, **more} for turn, more in enumerate(own)])
+    (found, *_) = next((found for _ in range(20) if (found := look(one).findings)), ())
+    assert (found.level, found.place.rpartition(": ")[2]) == ("error", "grading")
+    assert "flaky: of an agent that does nothing, it said passed" in found.what
 
 
 def test_of_very_many_only_some_are_tried(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,45 +563,45 @@ def test_with_errors_no_trial_is_tried(base: Path) -> None:
 # --- what is kept ---
 
 
-def test_the_second_time_nothing_is_tried_again(base: Path, tmp_path: Path) -> None:
-    first = look(clean(base), cache=tmp_path / "cache")
-    again = look(clean(base), cache=tmp_path / "cache")
-    assert (first.from_cache, again.from_cache) == (0, 2)
-    assert again.findings == first.findings == ()
+def test_the_second_time_nothing_is_tried_again(looked: Looked) -> None:
+    again = look(looked.one, cache=looked.cache)
+    assert (looked.found.from_cache, again.from_cache) == (0, 2)
+    assert again.findings == looked.found.findings == ()
 
 
-def test_a_grader_that_changed_is_tried_again(base: Path, tmp_path: Path) -> None:
-    one = clean(base, **task())
-    assert look(one, cache=tmp_path / "cache").ok
-    grader(base, """echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """)
-    assert not look(one, cache=tmp_path / "cache").ok
+def test_a_grader_that_changed_is_tried_again_and_an_error_is_never_kept(tmp_path: Path, looked: Looked) -> None:
+    cache = shutil.copytree(looked.cache, tmp_path / "cache")
+    grader(looked.one.base, """echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """)
+    try:
+        found = [look(looked.one, cache=cache) for _ in range(2)]
+    finally:
+        grader(looked.one.base, GRADE)
+    assert [one.ok for one in found] == [False, False]
+    assert [one.from_cache for one in found] == [0, 1]  # the reference passes
 
 
-def test_a_warning_is_kept(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke, "_SLOW_SHARE", 0.0)
+def test_a_grader_that_is_slow_is_a_warning_which_is_kept(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke, "_SLOW_SHARE", 0.2 / 20)
+    grader(base, f"sleep 0.25\n{GRADE}")
     first, again = (look(clean(base, **task()), cache=tmp_path / "cache") for _ in range(2))
-    assert told(first.findings) == [("warning", "task 't': grading.timeout_s")]
+    (found,) = first.findings
+    assert the_one([found], "warning", "task 't': grading.timeout_s", "more than half")
     assert (again.findings, again.from_cache) == (first.findings, 1)
 
 
-def test_an_error_is_never_kept(base: Path, tmp_path: Path) -> None:
-    grader(base, """echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """)
-    one = clean(base, **task())
-    assert [look(one, cache=tmp_path / "cache").from_cache for _ in range(2)] == [0, 0]
-
-
-def test_what_is_old_or_damaged_was_never_there(base: Path, tmp_path: Path) -> None:
-    cache, one = tmp_path / "cache", clean(base, **task())
-    look(one, cache=cache)
-    (kept,) = cache.iterdir()
-    (cache / "other.json").write_bytes(kept.read_bytes())
-    os.utime(cache / "other.json", (0, 0))
-    kept.write_text("{")
-    assert look(one, cache=cache).from_cache == 0
-    os.utime(kept, (0, 0))
-    assert look(one, cache=cache).from_cache == 0
-    assert list(cache.iterdir()) == [kept]
-    assert kept.stat().st_mtime > 0
+def test_what_is_old_or_damaged_was_never_there(tmp_path: Path, looked: Looked) -> None:
+    cache = shutil.copytree(looked.cache, tmp_path / "cache")
+    damaged, old = looked_at = sorted(cache.iterdir())
+    shutil.copy(old, cache / "other.json")
+    damaged.write_text("{")
+    for file in (old, cache / "other.json"):
+        os.utime(file, (0, 0))
+    assert look(looked.one, cache=cache).from_cache == 0
+    assert sorted(cache.iterdir()) == looked_at
+    assert old.stat().st_mtime > 0
+    assert look(looked.one, cache=cache).from_cache == 2
 
 
 def test_the_cache_is_where_the_users_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import tarfile
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ _AT_ONCE: Final = 4  # preflight is beside other work, and a few hide the waitin
 _MOST_IMAGE_BYTES: Final = 4 * GIB  # minutes, as the engine sends an image
 _MOST_SCRIPT_BYTES: Final = MIB
 _MOST_LINKS: Final = 8
-_PIECE: Final = 1 << 18
+_PIECE: Final = 1 << 14  # tarfile moves what is left of one at each read
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"  # which Python cannot read before 3.14
 _GZIP: Final = b"\x1f\x8b"
 _ENGINES_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -197,7 +198,7 @@ class Images:
         else:
             self._say(f"image {name}: looking through {size} for files of the grading")
             try:
-                matches += _search_layers(client.get_image(about["Id"]), secrets)
+                matches += _search_layers(iter(client.get_image(about["Id"], _PIECE)), secrets)
             except tarfile.TarError as error:
                 matches, why = [], f"its layers cannot be searched for files of the grading: {error}"
         if why:
@@ -279,32 +280,13 @@ class _Inside:
         return about
 
 
-class _Chunks(io.RawIOBase):
-    """What an iterator gives, as a file."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = memoryview(chunk)
-        size = min(len(buffer), len(self._rest))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
-        return size
-
-
 def _search_layers(chunks: Iterator[bytes], secrets: Secrets) -> Iterator[tuple[str, str, str]]:
     """Each file of a saved image that is one of the secrets: its path, which it is, and the digest if by content.
 
     An archive of layers, whatever the engine calls them: what in it is an archive is one.
     """
-    with tarfile.open(fileobj=io.BufferedReader(_Chunks(iter(chunks)), _PIECE), mode="r|") as saved:
+    stream: Any = types.SimpleNamespace(read=lambda size: next(chunks, b""))  # tarfile asks again for what is missing
+    with tarfile.open(fileobj=stream, mode="r|") as saved:
         for member in saved:
             file = saved.extractfile(member) if member.isreg() else None
             if file is None:

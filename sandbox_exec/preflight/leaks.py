@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,13 +20,13 @@ def leaks(experiment: Experiment) -> Iterator[Found]:
         if task.workspace is None:
             continue
         top = hidden.real(os.path.join(base, task.workspace))
-        if (found := hidden.below(top)) is not None:
+        if (found := hidden.holders.get(top)) is not None:
             what = f"agents get {top}, which holds {found.what} ({found.path})"
             yield Found("error", "workspace", what, "move that out of it", "task", task.id)
     for path in experiment.limits(experiment.tasks[0]).readable:
         top = hidden.real(str(path))
         around = next((one for one in hidden.all if _is_in(top, one.path)), None)
-        shown = around or hidden.below(top)
+        shown = around or hidden.holders.get(top)
         if shown is None:
             continue
         level: Level = "error"
@@ -79,7 +78,12 @@ class _Hidden:
             if word and not word.startswith("-") and os.path.exists(path):
                 found.setdefault(self.real(path), ("the grader's program", "warning"))
         self.all = [_Secret(path, *about) for path, about in sorted(found.items())]
-        self._paths = [one.path for one in self.all]
+        self.holders: dict[str, _Secret] = {}  # each of them and each folder that one is in, with the first that is
+        for one in self.all:
+            path = one.path
+            while path not in self.holders:
+                self.holders[path] = one
+                path = os.path.dirname(path)
 
     def real(self, path: str) -> str:
         """`os.path.realpath` for many paths in few folders."""
@@ -88,11 +92,3 @@ class _Hidden:
             return os.path.realpath(path)
         folder, name = os.path.split(path)
         return os.path.join(self._folder(folder), name)
-
-    def below(self, top: str) -> _Secret | None:
-        """The first that is `top`, or in it."""
-        for wanted in (top, f"{top.rstrip('/')}/"):  # between the two may be others, such as top-2
-            at = bisect_left(self._paths, wanted)
-            if at < len(self._paths) and _is_in(self._paths[at], top):
-                return self.all[at]
-        return None

@@ -49,22 +49,16 @@ def _joined(base: str, path: Path | None) -> str | None:
     return os.path.join(base, path) if path is not None else None
 
 
-class Program(NamedTuple):
-    """The first word of a command: a file of ours, or something that the sandbox must have."""
-
-    word: str
-    file: str = ""  # where it is on this machine
-
-
-def program_of(command: Sequence[str], base: str, assets: str | None = None) -> Program:
+def program_of(command: Sequence[str], base: str, assets: str | None = None) -> tuple[str, str]:
+    """The first word, and where that is on this machine; empty for what the sandbox must have."""
     word = command[0]
     if word and not word.startswith(("-", "/")):
         for folder in (assets, base):
             if folder is not None and os.path.isfile(os.path.join(folder, word)):
-                return Program(word, os.path.join(folder, word))
+                return word, os.path.join(folder, word)
     if word.startswith("/grading/") and assets is not None:
-        return Program(word, os.path.join(assets, word.removeprefix("/grading/")))
-    return Program(word, word if word.startswith(f"{base}/") else "")
+        return word, os.path.join(assets, word.removeprefix("/grading/"))
+    return word, word if word.startswith(f"{base}/") else ""
 
 
 def shown_to(variant: Variant, base: Path) -> tuple[Path, ...]:
@@ -119,15 +113,15 @@ def _missing_scripts(command: Sequence[str], tops: Iterable[str]) -> Iterator[st
             yield word
 
 
-def _program_fault(program: Program, path: str, in_process: bool, workspaces: Iterable[str] = ()) -> str:
-    if program.file:
-        return _file_fault(program.file, in_process)
-    word = program.word
+def _program_fault(program: tuple[str, str], path: str, in_process: bool, workspaces: Iterable[str] = ()) -> str:
+    word, file = program
+    if file:
+        return _file_fault(file, in_process)
     if "/" in word and not word.startswith("/"):  # from where it starts
-        there = [file for top in workspaces if os.path.isfile(file := os.path.join(top, word))]
+        there = [one for top in workspaces if os.path.isfile(one := os.path.join(top, word))]
         if not there:
             return f"{word!r} is neither beside the experiment nor where it is looked for"
-        return next(filter(None, (_file_fault(file, in_process) for file in there)), "")
+        return next(filter(None, (_file_fault(one, in_process) for one in there)), "")
     if not in_process:
         return ""
     if word.startswith("/"):

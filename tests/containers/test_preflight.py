@@ -25,12 +25,10 @@ from sandbox_exec.preflight import images as inside
 # Holds the grader in its top layer, a reference solution that a later layer removed, and an older grader.
 _LEAKY = """FROM {base}
 COPY reference /opt/reference
-RUN rm /opt/reference
 COPY grade.sh /opt/copy.sh
 COPY older /srv/grading/grade.sh
-COPY tool /bin/tool
-COPY script /bin/script
-RUN chmod 644 /bin/tool && chmod 755 /bin/script
+COPY tool script /bin/
+RUN rm /opt/reference && chmod 644 /bin/tool && chmod 755 /bin/script
 """
 _BARE = """FROM {base} AS base
 FROM scratch
@@ -101,7 +99,7 @@ def experiment(base: Path, image: str, **fields: Any) -> Experiment:
     given = {
         "tasks": [{"id": "t", "input": 1}],
         "variants": [{"id": "v", "agent": {"command": ["sh", "-c", "exit 1"]}}],
-        "design": {"max_concurrency": 2},
+        "design": {"max_concurrency": 4},
         **fields,
     }
     return Experiment(name="test", base=base, sandbox=sandbox, grading=grading, **given)
@@ -242,30 +240,31 @@ def test_an_image_without_a_shell_is_started_and_graded_all_the_same(
     built: Images, busybox_image: str, tmp_path: Path
 ) -> None:
     one = experiment(tmp_path, built.bare, grading={"image": busybox_image}, **agent("/solve", "true"))
-    found = look(one)
+    found = look(one, cache=tmp_path / "cache")
     assert found.findings == ()
     assert found.checked[-1] == "smoke: start of an image x 2, null agent x 1"
     (tmp_path / "grading" / "grade.sh").write_text("""echo '{"score": 1}' >"$SANDBOX_EXEC_GRADE" """)
-    the_one(look(one).findings, "error", "task 't': grading", "does nothing")
+    again = look(one, cache=tmp_path / "cache")
+    the_one(again.findings, "error", "task 't': grading", "does nothing")
+    assert again.from_cache == 2  # that both start
 
 
-def test_an_engine_whose_init_is_elsewhere(built: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_cannot_write_and_an_engine_whose_init_is_elsewhere(
+    built: Images, busybox_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke, "_WRITES", ": >/workspace/no-such-folder/file")
     monkeypatch.setattr(smoke, "_INIT", ("/run/no-such-init", "--version"))
-    one = experiment(tmp_path, built.bare, **agent("/solve", "true"))
-    the_one(start(one).findings, "note", f"image {built.bare!r}", "could not be tried")
+    tasks = [{"id": "t", "input": 1}, {"id": "u", "input": 1, "image": busybox_image}]
+    (tmp_path / "solve").write_text("")  # which both images have: it is ours
+    (tmp_path / "solve").chmod(0o755)
+    found = start(experiment(tmp_path, built.bare, tasks=tasks, **agent("solve"))).findings
+    the_one(found, "note", f"image {built.bare!r}", "could not be tried")
+    the_one(found, "error", f"image {busybox_image!r}", "cannot be written")
 
 
 def test_a_user_that_the_image_has_not(busybox_image: str, tmp_path: Path) -> None:
     found = start(experiment(tmp_path, busybox_image, sandbox={"user": "no-such-user"})).findings
     the_one(found, "error", f"image {busybox_image!r}", "does not start")
-
-
-def test_a_workspace_that_cannot_be_written(
-    busybox_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(smoke, "_WRITES", ": >/workspace/no-such-folder/file")
-    found = start(experiment(tmp_path, busybox_image)).findings
-    the_one(found, "error", f"image {busybox_image!r}", "cannot be written")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's graders have that user's own rights")
