@@ -10,7 +10,7 @@ import stat
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from sandbox_exec.artifacts import FILES, verify
 from sandbox_exec.contracts import Manifest, Variant
@@ -24,19 +24,14 @@ from sandbox_exec.units import format_bytes
 _TOO_SMALL: Final = 32  # bytes: below, two files are the same by chance
 
 
-class Artifact(NamedTuple):
-    """One that was verified."""
-
-    manifest: Manifest
-    interpreter: tuple[str, ...]  # of its entrypoint
-
-
 class Files:
     """What the static part sees of files, in full; and what of it the images are held against."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self.artifacts: dict[str, Artifact] = {}  # by variant
+        self.artifacts: dict[
+            str, tuple[Manifest, tuple[str, ...]]
+        ] = {}  # by variant, with the entrypoint's interpreter
         self.secrets = Secrets({})
 
     def look(self) -> Iterator[Found]:
@@ -59,14 +54,14 @@ class Files:
         return frozenset(found)
 
     def _artifacts(self) -> Iterator[Found]:
-        for variant, manifest in manifests_of(self._experiment, verify):
+        for variant, manifest in manifests(self._experiment, verify):
             if isinstance(manifest, str):
                 todo = "make it again with `sandbox-exec freeze`"
                 yield Found("error", "agent.artifact", manifest, todo, "variant", variant.id)
                 continue
             assert variant.agent.artifact is not None
             interpreter = interpreter_in(_entry_head(self._experiment.base / variant.agent.artifact, manifest))
-            self.artifacts[variant.id] = Artifact(manifest, interpreter)
+            self.artifacts[variant.id] = manifest, interpreter
             if self._experiment.sandbox.kind == "process" and interpreter and not os.path.exists(interpreter[0]):
                 what = f"{manifest.entrypoint} begins with #!{interpreter[0]}, which is not there"
                 todo = "install it, or freeze the agent with another"
@@ -103,8 +98,8 @@ class Files:
             for path in self.secrets.locked:
                 what = f"{path} can be read by its owner only, and graders are none of your users"
                 yield Found("error", "grading.assets", what, "chmod -R o+rX it")
-        for variant_id, artifact in self.artifacts.items():
-            for file in artifact.manifest.files:
+        for variant_id, (manifest, _) in self.artifacts.items():
+            for file in manifest.files:
                 name = self.secrets.by_content.get((file.size, file.sha256))
                 if name and file.sha256 not in self.public:
                     what = f"{file.path} in the artifact is {name} of the grading"
@@ -140,7 +135,7 @@ class Secrets:
         return bool(self.by_content or self.by_place)
 
 
-def manifests_of(experiment: Experiment, read: Callable[[Path], Manifest]) -> Iterator[tuple[Variant, Manifest | str]]:
+def manifests(experiment: Experiment, read: Callable[[Path], Manifest]) -> Iterator[tuple[Variant, Manifest | str]]:
     """Each artifact once: its manifest, or what is wrong with it. What is not there is told elsewhere."""
     known: dict[Path, Manifest | str] = {}
     for variant in experiment.variants:

@@ -125,7 +125,7 @@ class Images:
             "needs": needs,
             "assets": self._files.secrets.digest,
             "public": sorted(self._files.public),
-            "artifacts": {variant_id: one.manifest.platform for variant_id, one in self._files.artifacts.items()},
+            "artifacts": {variant_id: manifest.platform for variant_id, (manifest, _) in self._files.artifacts.items()},
             "user": self._experiment.sandbox.user,
         }
         kept = self._cache.get(inputs)
@@ -154,7 +154,7 @@ class Images:
                     word, file = program_of(variant.agent.command, base)
                     found[_Need("agent.command", word, own, interpreter_of(file) if file else None, *of)] = None
                 elif (artifact := self._files.artifacts.get(variant.id)) is not None:
-                    found[_Need("agent.artifact", "", own, artifact.interpreter, *of)] = None
+                    found[_Need("agent.artifact", "", own, artifact[1], *of)] = None
         for task, grader in graders_of(experiment):
             if grader.command is not None and ((grading and grading.image) or task.image or named) == image:
                 word, file = program_of(grader.command, base, grader.assets)
@@ -182,9 +182,9 @@ class Images:
         if images != engines:
             what = f"it is for {images}, and the engine is {engines}: it is emulated at best"
             yield Found("warning", "", what, "build or pull it for this machine", "image", name)
-        for variant_id, artifact in self._files.artifacts.items():
-            if artifact.manifest.platform not in ("any", images):
-                what = f"the artifact is for {artifact.manifest.platform}, and image {name} is {images}"
+        for variant_id, (manifest, _) in self._files.artifacts.items():
+            if manifest.platform not in ("any", images):
+                what = f"the artifact is for {manifest.platform}, and image {name} is {images}"
                 yield Found("error", "agent.artifact", what, "freeze a build for the image", "variant", variant_id)
 
     def _leftovers(self, client: Any, name: str, about: dict[str, Any], inside: _Inside) -> Iterator[Found]:

@@ -188,6 +188,10 @@ class Smoke:
             if one.kind == "reference" or null is None:
                 answer = folder / f"answer-{number}.tar"
                 _pack(answer, self._answer(one))
+        container = None
+        if one.image is not None:
+            of = experiment.sandbox.model_dump(include={"user", "network", "read_only", "runtime"})
+            container = ContainerSpec(image=one.image, image_id=self._ids.get(one.image), **of)
         trial_id = derive_trial_id(slot)
         return TrialDispatch(
             slot=slot,
@@ -200,7 +204,7 @@ class Smoke:
             base=base,
             out_limit=experiment.sandbox.out_limit,
             run_id="preflight",
-            container=self._container(one.image),
+            container=container,
             grader=graders.of(task) if one.kind != "start" else None,
             answer=answer,
         )
@@ -214,19 +218,6 @@ class Smoke:
                 if (base / task.reference / name).is_dir():
                     found[name] = base / task.reference / name
         return found
-
-    def _container(self, image: str | None) -> ContainerSpec | None:
-        if image is None:
-            return None
-        settings = self._experiment.sandbox
-        return ContainerSpec(
-            image=image,
-            image_id=self._ids.get(image),
-            user=settings.user,
-            network=settings.network,
-            read_only=settings.read_only,
-            runtime=settings.runtime,
-        )
 
     def _inputs(self, one: _Try, dispatch: TrialDispatch) -> dict[str, Any]:
         task, base, grader = one.task, self._experiment.base, dispatch.grader

@@ -349,6 +349,9 @@ def keep_answer(grader: Sandbox, target: Path, limit: int) -> bool:
                     info.uname = info.gname = ""
                     with contextlib.ExitStack() as stack:
                         archive.addfile(info, stack.enter_context(open(path, "rb")) if info.isreg() else None)
+    except OSError:
+        target.unlink(missing_ok=True)  # half of it is no answer, and takes the room in which to say so
+        raise
     finally:
         for fd in tops.values():
             os.close(fd)

@@ -184,7 +184,9 @@ ATTACKS = {
     "a result that is a FIFO": Attack("mkfifo /out/result.json", Status.AGENT_ERROR, False),
     "nothing": Attack("true"),
 }
-POSSIBLE = {  # what `in: same` cannot prevent, where, and what comes of it
+POSSIBLE: dict[
+    tuple[str, str], dict[str, tuple[str, Status, float | None]]
+] = {  # what `in: same` cannot prevent, where, and what comes of it
     ("docker", "same"): {
         # It sees the agent's own /out. Who knows the name of an asset is read as if it knew what is in it.
         "a link to an asset whose name is known": (f"ln -s /grading/{ASSET} /out/answer", Status.SUCCESS, 1.0),
@@ -195,7 +197,7 @@ POSSIBLE = {  # what `in: same` cannot prevent, where, and what comes of it
         "holes to the last page": (ATTACKS["holes to the last page"].script, Status.SUCCESS, 0.0),
     },
 }
-ELSEWHERE = {  # what becomes of those where they are prevented
+ELSEWHERE: dict[str, tuple[Status, float | None]] = {  # what becomes of those where they are prevented
     "a link to an asset whose name is known": (Status.SUCCESS, 0.0),
     "a FIFO where the grader reads": (Status.SUCCESS, 0.0),
 }
@@ -242,9 +244,10 @@ def test_an_attack_changes_no_grade(battle: Battle, attack: str) -> None:
         assert not ATTACKS[attack].in_same
         return
     due = ATTACKS[attack].status, 0.0 if ATTACKS[attack].status is Status.SUCCESS else None
-    if attack in POSSIBLE.get((battle.kind, battle.mode), {}):
-        _, *rest = POSSIBLE[battle.kind, battle.mode][attack]
-        due = rest[0], rest[1]
+    possible = POSSIBLE.get((battle.kind, battle.mode), {})
+    if attack in possible:
+        _, status, score = possible[attack]
+        due = status, score
     assert battle.outcome(attack) == due, told(battle.ended[attack])
 
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from integrity.trials import Kind, experiment, last_attempt, run, told
+from sandbox_exec import runs
 from sandbox_exec.contracts import Grade, Status, TrialCompletion
 from sandbox_exec.errors import InvalidExperiment
+from sandbox_exec.guest import kernel
 from sandbox_exec.regrade import read_predictions
 from sandbox_exec.sandbox.scratch import read_file
 from sandbox_exec.trial.grading import MAX_GRADE_BYTES, REJECTED, parse_grade
@@ -353,3 +355,21 @@ def test_with_grade_on_always_both_statuses_are_told(
         assert lost.grading is not None
         assert lost.grading.error is not None
         assert lost.grading.error.type == "NoGrade"
+
+
+def test_a_full_disk_of_the_runs_is_the_machines_doing_and_no_grade_error(tmp_path: Path) -> None:
+    """What was graded is kept beside the trial, and there is no room for it."""
+    if os.geteuid() != 0:
+        pytest.skip("needs a small file system, which only root can mount")
+    place = tmp_path / "runs"
+    place.mkdir()
+    kernel.mount("tmpfs", str(place), "tmpfs", 0, "size=4m")
+    try:
+        agents = {"a": "head -c 8000000 /dev/zero >/workspace/large"}
+        one = experiment(tmp_path / "base", agents, design={"infra_retries": 0, "max_concurrency": 1})
+        summary = runs.run(one, runs=place, run_id="run")
+        told_of = summary.model_dump_json()
+        assert Status.GRADE_ERROR not in summary.by_status, told_of
+        assert Status.SUCCESS not in summary.by_status, told_of
+    finally:
+        kernel.umount(str(place))

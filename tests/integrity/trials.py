@@ -32,6 +32,7 @@ PYTHON_GRADER = f"""
 import json, os, subprocess, sys, tempfile
 from pathlib import Path
 
+assert os.getcwd() == "/grading" and "/workspace" not in os.environ["PATH"], "not where graders start"
 due = Path(os.environ["SANDBOX_EXEC_GRADING"], "{ASSET}").read_text()
 out = Path(os.environ["SANDBOX_EXEC_OUT"])
 try:
@@ -43,6 +44,7 @@ grade = {{"score": float(got == due), "passed": got == due, "details": {{"got": 
 Path(os.environ["SANDBOX_EXEC_GRADE"]).write_text(json.dumps(grade))
 """
 SHELL_GRADER = f"""
+[ "$(pwd)" = /grading ] || exit 8
 due=$(cat "$SANDBOX_EXEC_GRADING/{ASSET}") || exit 9
 got=$(cat "$SANDBOX_EXEC_OUT/answer" 2>/dev/null)
 if [ "$got" = "$due" ]; then score=1.0 passed=true; else score=0.0 passed=false; fi
