@@ -238,7 +238,7 @@ def battle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_changes_no_grade(battle: Battle, attack: str) -> None:
+def test_an_attack_changes_no_grade_and_sees_no_asset(battle: Battle, attack: str) -> None:
     if attack not in battle.ended:
         assert battle.mode == "same"
         assert not ATTACKS[attack].in_same
@@ -249,14 +249,8 @@ def test_an_attack_changes_no_grade(battle: Battle, attack: str) -> None:
         _, status, score = possible[attack]
         due = status, score
     assert battle.outcome(attack) == due, told(battle.ended[attack])
-
-
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_sees_no_asset(battle: Battle, attack: str) -> None:
-    if attack not in battle.ended:
-        return
-    found = [line for line in battle.leaks(attack) if not (attack.startswith("links") and ASSET in line)]
-    assert found == []
+    # Who knows the name of an asset can name its links so.
+    assert [line for line in battle.leaks(attack) if attack != "links at every path" or SECRET in line] == []
 
 
 @pytest.mark.parametrize("attack", ELSEWHERE)
@@ -434,23 +428,25 @@ def test_what_could_not_be_graded_is_not_seen_by_the_next_grader(
 
 
 @pytest.mark.parametrize("kind", ["process", "docker"])
-@pytest.mark.parametrize("how", ["a closed folder", "a closed file", "one file"])
 def test_assets_are_seen_by_the_grader_whatever_their_modes_are(
-    tmp_path: Path, kind: Kind, how: str, request: pytest.FixtureRequest
+    tmp_path: Path, kind: Kind, request: pytest.FixtureRequest
 ) -> None:
     if kind == "docker":
         request.applymarker(pytest.mark.xfail(reason="assets are bound into a container as they are, not copied"))
     image = request.getfixturevalue("busybox_image") if kind == "docker" else None
     base = tmp_path / "base"
     make_base(base)
-    grading: dict[str, Any] = {"command": ["sh", "-c", SCORE]}
-    if how == "one file":
-        grading["assets"] = f"grading/{ASSET}"
-    else:
-        (base / "grading" / (ASSET if "file" in how else "")).chmod(0o700 if "folder" in how else 0o600)
-    ended = run(experiment(base, {"a": "true"}, kind, image, grading), tmp_path / "run")
-    assert ended["a"].grade is not None, told(ended["a"])
-    assert ended["a"].grade.score == len(SECRET)
+    for name in ("closed folder", "closed file", "one file"):
+        (base / name).mkdir()
+        (base / name / ASSET).write_text(SECRET)
+    (base / "closed folder").chmod(0o700)
+    (base / "closed file" / ASSET).chmod(0o600)
+    assets = {"closed folder": "closed folder", "closed file": "closed file", "one file": f"one file/{ASSET}"}
+    tasks = [{"id": name, "input": {}, "grading": {"assets": path}} for name, path in assets.items()]
+    one = experiment(base, {"a": "true"}, kind, image, {"command": ["sh", "-c", SCORE]}, tasks=tasks)
+    ended = run(one, tmp_path / "run")
+    scores = {name: end.grade.score if end.grade else None for name, end in ended.items()}
+    assert scores == {f"a/{name}": len(SECRET) for name in assets}, [told(end) for end in ended.values()]
 
 
 SCORE = f'echo "{{\\"score\\": $(cat $SANDBOX_EXEC_GRADING/{ASSET} | wc -c)}}" >$SANDBOX_EXEC_GRADE'
