@@ -45,6 +45,7 @@ from sandbox_exec.clock import Clock, MonotonicClock
 from sandbox_exec.contracts import (
     ActiveTrial,
     AgentError,
+    Answer,
     Blame,
     ContainerSpec,
     Limits,
@@ -132,7 +133,7 @@ class Coordinator:
         at: Callable[[str], None] = lambda point: None,
         artifacts: Mapping[str, Unpacked] | None = None,
         images: Mapping[str, str] | None = None,
-        answers: Mapping[str, Path] | None = None,
+        answers: Mapping[str, Answer] | None = None,
     ) -> None:
         self.store, self.experiment, self.backend = store, experiment, backend
         self._artifacts = artifacts or {}  # by variant
@@ -146,7 +147,7 @@ class Coordinator:
         self._tasks = {task.id: task for task in experiment.tasks}
         self._variants = {variant.id: variant for variant in experiment.variants}
         self._limits_for = functools.cache(lambda timeout_s, variant_id: self._resolve(timeout_s, variant_id))
-        self._hidden = hidden_from_agents(experiment)
+        self._hidden = (*hidden_from_agents(experiment), store.folder)  # and what other trials left
         self._policy = RetryPolicy(experiment.design.infra_retries)
         self._trials: dict[int, _Trial] = {}
         self._mode: Mode = "running"
@@ -674,9 +675,9 @@ def memory_of(experiment: Experiment) -> int:
     return agent + grader if grading.services == "keep" else max(agent, grader)
 
 
-def limits_of(experiment: Experiment) -> list[Limits]:
+def limits_of(experiment: Experiment, hidden: Sequence[Path] = ()) -> list[Limits]:
     """The limits of all that an experiment will dispatch, retries with more time aside."""
-    tasks, hidden = {experiment.limits(task) for task in experiment.tasks}, hidden_from_agents(experiment)
+    tasks, hidden = {experiment.limits(task) for task in experiment.tasks}, (*hidden_from_agents(experiment), *hidden)
     return [resolve(limits, variant, experiment.base, hidden)[0] for limits in tasks for variant in experiment.variants]
 
 

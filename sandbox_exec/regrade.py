@@ -19,9 +19,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from sandbox_exec.contracts import (
+    Answer,
     Experiment,
     Grade,
     GradingSettings,
+    Phase,
     Slot,
     Status,
     Task,
@@ -34,8 +36,8 @@ from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.experiment import load_experiment, load_grading
 from sandbox_exec.graders import FUNCTIONS
 from sandbox_exec.report import TagReport, VariantReport, report_of
-from sandbox_exec.runs import RUNS, RunSummary, make_run, new_run_id, work_at
-from sandbox_exec.store import RunStore, attempt_folder
+from sandbox_exec.runs import RUNS, RunSummary, answers_of, make_run, new_run_id, work_at
+from sandbox_exec.store import RunStore, attempt_folder, read_completion
 from sandbox_exec.store.db import DB_NAME
 from sandbox_exec.trial.grading import ANSWER, no_repeats
 from sandbox_exec.units import MIB
@@ -72,13 +74,14 @@ def grade_run(
     else:
         settings = experiment.grading
     wanted = _filter(experiment, only)
-    answers: dict[str, Path] = {}
+    answers: dict[str, Answer] = {}
+    prior = answers_of(run)  # of a run that had no agents either
     kept: list[Slot] = []
     for commit in commits:
         slot = slots[commit.schedule_idx]
-        archive = attempt_folder(run, derive_trial_id(slot), commit.attempt) / ANSWER
-        if wanted(slot, commit.status) and archive.exists():
-            answers[derive_trial_id(slot)] = archive
+        answer = prior.get(derive_trial_id(slot)) or _answer(attempt_folder(run, derive_trial_id(slot), commit.attempt))
+        if wanted(slot, commit.status) and answer.archive.exists():
+            answers[derive_trial_id(slot)] = answer
             kept.append(slot.model_copy(update={"schedule_idx": len(kept)}))
     if not kept:
         raise InvalidValue(
@@ -124,7 +127,7 @@ def grade_predictions(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_archive(row))
         slots.append(slot)
-        answers[derive_trial_id(slot)] = path
+        answers[derive_trial_id(slot)] = Answer(archive=path)
     store, frozen = make_run(
         _without_agents(plain, experiment.grading, experiment.base, False), folder, slots, None, answers
     )
@@ -349,6 +352,17 @@ def _filter(experiment: Experiment, only: Iterable[str]) -> Any:
 
 def _numbers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+
+
+def _answer(attempt: Path) -> Answer:
+    """What an attempt left, and how its agent ended, as its grader was told."""
+    completion = read_completion(attempt).value
+    agent: dict[str, Any] = {}
+    if completion is not None:
+        # What went wrong with the grading is not the agent's end.
+        status = Status.SUCCESS if completion.phase is Phase.GRADE else completion.status
+        agent = {"status": status.value, "exit_code": completion.exit_code, "signal": completion.signal}
+    return Answer(archive=attempt / ANSWER, agent=agent)
 
 
 def _functions(run: Path) -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from sandbox_exec.artifacts import FILES, Unpacked, archive_digest, unpack, veri
 from sandbox_exec.backends.base import WorkerBackend
 from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.containment import require
-from sandbox_exec.contracts import Contract, Experiment, Rung, Slot, Status
+from sandbox_exec.contracts import Answer, Contract, Experiment, Rung, Slot, Status
 from sandbox_exec.control import ask
 from sandbox_exec.coordinator import Coordinator, Ending, RunCallback, limits_of
 from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, InvalidValue, RunNotActive, SandboxUnavailable
@@ -37,7 +37,7 @@ from sandbox_exec.experiment import (
     input_digests,
     load_experiment,
 )
-from sandbox_exec.graders import FUNCTIONS, images_of, limits_of_graders
+from sandbox_exec.graders import FUNCTIONS, hidden_from_agents, images_of, limits_of_graders
 from sandbox_exec.guest.view import remove_scratch
 from sandbox_exec.sandbox import reaper
 from sandbox_exec.sandbox.provider import chosen
@@ -162,7 +162,7 @@ def make_run(
     folder: Path,
     slots: Sequence[Slot],
     functions: Mapping[str, bytes] | None = None,
-    answers: Mapping[str, Path] | None = None,
+    answers: Mapping[str, Answer] | None = None,
 ) -> tuple[RunStore, Experiment]:
     """Make the folder of a run, with all that it needs to be continued, and return it with the frozen experiment.
 
@@ -179,8 +179,11 @@ def make_run(
         write_atomic(_function_file(folder, digest), payload)
     if answers is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        paths = {trial_id: os.path.relpath(path, folder) for trial_id, path in answers.items()}
-        write_atomic(folder / ANSWERS, json.dumps(paths).encode())
+        there = {
+            trial_id: {"archive": os.path.relpath(answer.archive, folder), "agent": dict(answer.agent)}
+            for trial_id, answer in answers.items()
+        }
+        write_atomic(folder / ANSWERS, json.dumps(there).encode())
     return RunStore.create(folder, folder.name, frozen.model_dump_json(), slots, digests), frozen
 
 
@@ -302,7 +305,7 @@ def _work(
         stack.enter_context(store)
         slots, committed = store.progress().slots, store.progress().committed
         artifacts = _unpack_artifacts(store.folder, experiment) if committed < slots else {}
-        answers = _answers(store.folder)
+        answers = answers_of(store.folder)
         images = {
             name.removeprefix(_IMAGE): digest
             for name, digest in store.run().digests.items()
@@ -315,7 +318,7 @@ def _work(
                 raise SandboxUnavailable(why_not)
         if backend is None:
             experiment = _at_once(experiment, min(workers or experiment.design.max_concurrency, slots))
-            backend = _local_backend(experiment, containment)
+            backend = _local_backend(experiment, containment, store.folder)
         elif workers is not None:
             experiment = _at_once(experiment, workers)
         stack.callback(backend.close)
@@ -339,13 +342,13 @@ def _work(
         )
 
 
-def _answers(folder: Path) -> dict[str, Path]:
+def answers_of(folder: Path) -> dict[str, Answer]:
     """By trial, what is graded instead of what an agent leaves; empty, where agents run."""
     try:
-        paths = json.loads((folder / ANSWERS).read_bytes())
+        there = json.loads((folder / ANSWERS).read_bytes())
     except FileNotFoundError:
         return {}
-    return {trial_id: folder / path for trial_id, path in paths.items()}
+    return {name: Answer(archive=folder / one["archive"], agent=one["agent"]) for name, one in there.items()}
 
 
 def _image_digests(experiment: Experiment) -> dict[str, str]:
@@ -379,14 +382,14 @@ def _at_once(experiment: Experiment, trials: int) -> Experiment:
     return experiment.model_copy(update={"design": design})
 
 
-def _local_backend(experiment: Experiment, containment: str) -> LocalBackend:
+def _local_backend(experiment: Experiment, containment: str, folder: Path) -> LocalBackend:
     grading = experiment.grading
     functions = any(variant.agent.function is not None for variant in experiment.variants)
     functions = functions or (grading is not None and grading.function is not None)
     in_docker = experiment.sandbox.kind == "docker"
     return LocalBackend(
         experiment.design.max_concurrency,
-        limits=() if in_docker else limits_of(experiment),
+        limits=() if in_docker else limits_of(experiment, [folder]),
         graders=limits_of_graders(experiment),
         docker=in_docker,
         containment=containment,
@@ -400,7 +403,7 @@ def _check_run(experiment: Experiment, workers: int | None, containment: str, ba
         raise InvalidValue(f"workers is {workers}; at least 1 is needed")
     if containment not in ("auto", *Rung):
         raise InvalidValue(f"there is no containment {containment!r}; allowed: auto, {', '.join(Rung)}")
-    faults = [*_not_in_docker(experiment), *_not_in_environment(experiment)]
+    faults = [*_not_hidden(experiment), *_not_in_docker(experiment), *_not_in_environment(experiment)]
     if faults:
         raise InvalidExperiment("\n  ".join(["this experiment cannot be run:", *faults]))
     if (
@@ -446,6 +449,16 @@ def _unpack_artifacts(folder: Path, experiment: Experiment) -> dict[str, Unpacke
     for stale in (folder / ARTIFACTS).glob(".*.tmp") if unpacked else ():  # of one that was killed at it
         remove_scratch(str(stale))
     return unpacked
+
+
+def _not_hidden(experiment: Experiment) -> Iterable[str]:
+    """What an agent would be given that belongs to its grading."""
+    secret = hidden_from_agents(experiment)
+    for workspace in dict.fromkeys(task.workspace for task in experiment.tasks if task.workspace is not None):
+        top = experiment.base / workspace
+        held = next((path for path in secret if path.is_relative_to(top) or top.is_relative_to(path)), None)
+        if held is not None:
+            yield f"workspace {str(workspace)!r} holds {held}, which belongs to the grading: keep them apart"
 
 
 def _not_in_docker(experiment: Experiment) -> Iterable[str]:

@@ -17,6 +17,7 @@ from sandbox_exec.contracts.status import STATUS_TABLE, Blame, Judged, Retry, St
 from sandbox_exec.contracts.words import (
     ActiveTrial,
     AgentSpec,
+    Answer,
     ContainerSpec,
     Grade,
     GraderSpec,
@@ -39,6 +40,7 @@ __all__ = [
     "ActiveTrial",
     "AgentError",
     "AgentSpec",
+    "Answer",
     "ArtifactFile",
     "Blame",
     "Bytes",

@@ -311,6 +311,13 @@ class GraderSpec(Contract):
     digest: str = Field(default="", description="Of the grader and its assets: two grades of one digest are alike.")
 
 
+class Answer(Contract):
+    """What there is to grade without an agent phase, and what a grader is told of who left it."""
+
+    archive: Path
+    agent: Mapping[str, Json] = Field(default_factory=dict)
+
+
 class _OfTrial(Contract):
     # What each message about a trial begins with.
     slot: Slot
@@ -340,9 +347,7 @@ class TrialDispatch(_OfTrial):
     run_id: str = ""
     container: ContainerSpec | None = Field(default=None, description="None: the process sandbox.")
     grader: GraderSpec | None = None
-    answer: Path | None = Field(
-        default=None, description="What was left to grade, as an archive: then there is no agent phase."
-    )
+    answer: Answer | None = Field(default=None, description="What was left to grade: then there is no agent phase.")
 
     @model_validator(mode="after")
     def _of_its_slot(self) -> Self:

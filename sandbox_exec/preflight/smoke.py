@@ -16,6 +16,7 @@ import psutil
 from sandbox_exec.backends.base import Finished, Lost
 from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.contracts import (
+    Answer,
     ContainerSpec,
     Grade,
     Slot,
@@ -206,7 +207,7 @@ class Smoke:
             run_id="preflight",
             container=container,
             grader=graders.of(task) if one.kind != "start" else None,
-            answer=answer,
+            answer=Answer(archive=answer) if answer is not None else None,
         )
 
     def _answer(self, one: _Try) -> dict[str, Path]:

@@ -48,6 +48,7 @@ class Made:
     output: socket.socket | None = None
     image_id: str | None = None
     user: tuple[int | None, int | None] = (None, None)
+    copied: bool = False  # the assets, as they are not to be read by everybody where they are
     committed: str = ""  # an image of the agent's file system
     env: dict[str, str | None] = field(default_factory=dict)  # in place of what the image says
     shared: Made | None = None  # what was made for the agent, whose /workspace and /out these are too
@@ -143,6 +144,10 @@ class Maker:
                 os.chmod(name, 0o755, dir_fd=scratch)  # whatever the umask is
             for path, data in launch.staged.items():
                 stage(scratch, path, data)
+            if launch.assets is not None and not _is_open(launch.assets):
+                fill(scratch, "grading", launch.assets)
+                _open_to_all(made.folder / "grading")  # it is mounted read-only
+                made.copied = True
         finally:
             os.close(scratch)
         os.mkfifo(made.folder / "trace", 0o622)
@@ -191,7 +196,7 @@ class Maker:
         spec, limits, folder = launch.container, launch.limits, made.folder
         assert spec is not None
         is_agent, writes = launch.role == AGENT_ROLE, launch.role != GRADER_ROLE
-        given = ("agent", launch.agent) if is_agent else ("grading", launch.assets)
+        given = ("agent", launch.agent) if is_agent else ("grading", None if made.copied else launch.assets)
         binds = [
             _bind(folder / "in", "/in", read_only=True),
             _bind(given[1] or folder / given[0], f"/{given[0]}", read_only=True),
@@ -365,6 +370,18 @@ def _ulimits(limits: Limits) -> list[Any]:
     if limits.address_space is not None:
         wanted["as"] = limits.address_space
     return [docker.types.Ulimit(name=name, soft=value, hard=value) for name, value in wanted.items()]
+
+
+def _is_open(assets: Path) -> bool:
+    """Whether anybody could read all of a folder. Its own place does not matter: it is mounted elsewhere."""
+    if not assets.is_dir():
+        return False  # a file: what is mounted must be a folder
+    for folder, _, files in os.walk(assets):
+        modes = [os.lstat(folder).st_mode & 0o005 == 0o005]
+        modes += [os.stat(path).st_mode & 0o004 != 0 for name in files if os.path.exists(path := f"{folder}/{name}")]
+        if not all(modes):
+            return False
+    return True
 
 
 def _open_to_all(top: Path) -> None:

@@ -117,7 +117,12 @@ def places(base: str, role: str = AGENT_ROLE) -> dict[str, str]:
     }
     if role == AGENT_ROLE:
         return names | {"SANDBOX_EXEC_AGENT": f"{base}{AGENT}"}
-    return names | {"SANDBOX_EXEC_GRADING": f"{base}/grading", "SANDBOX_EXEC_GRADE": f"{base}/grade/grade.json"}
+    return names | {
+        # Not /tmp: an interpreter loads what is in its user's home, and in `same` an agent has been in /tmp.
+        "HOME": f"{base}/grade",
+        "SANDBOX_EXEC_GRADING": f"{base}/grading",
+        "SANDBOX_EXEC_GRADE": f"{base}/grade/grade.json",
+    }
 
 
 class ProcessSandbox:

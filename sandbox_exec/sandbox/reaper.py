@@ -117,6 +117,17 @@ class _Sweep:
             else:
                 self.found["containers"].append(name)
 
+        self._images(client, label)
+
+    def _images(self, client: Any, label: str) -> None:
+        """Of file systems that were to be graded: they have the labels of the container that they were made of."""
+        from sandbox_exec.sandbox import engine
+
+        for one in client.images(filters={"label": label}):
+            if not self._why_kept(one["Labels"], "exited"):
+                with contextlib.suppress(*engine.EngineErrors):  # something else is built on it
+                    client.remove_image(one["Id"], force=True)
+
     def _why_kept(self, labels: dict[str, str], state: str) -> str:
         """Empty: it is to go."""
         owner = labels[f"{LABEL}owner"]

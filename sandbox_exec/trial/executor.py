@@ -77,7 +77,7 @@ class Executor:
     def start(self) -> None:
         if self.dispatch.answer is not None:
             self._fields = {"status": Status.SUCCESS, "phase": Phase.GRADE}
-            self._grade({"status": None})
+            self._grade(dict(self.dispatch.answer.agent) or {"status": None, "exit_code": None, "signal": None})
             return
         try:
             self._launch = build_launch(self.dispatch, os.environ)
@@ -225,7 +225,7 @@ class Executor:
         assert spec is not None
         limits = CollectLimits(spec.limits.disk, files=spec.limits.files)
         if self.dispatch.answer is not None:
-            put_answer(self.dispatch.answer, grader, limits)
+            put_answer(self.dispatch.answer.archive, grader, limits)
             return
         assert self.sandbox is not None
         if spec.in_ == "same" and spec.container is not None:
@@ -235,7 +235,7 @@ class Executor:
         if left_out:
             report = [{"path": path, "reason": reason} for path, reason in left_out]
             (self.folder / "not_graded.json").write_text(json.dumps(report, indent=1))
-        keep_answer(grader, self.folder / ANSWER, self.dispatch.out_limit)
+        keep_answer(grader, names, self.folder / ANSWER, self.dispatch.out_limit)
 
     def _graded(self, graded: Graded) -> None:
         self._lap("grade")

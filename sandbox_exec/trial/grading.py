@@ -15,7 +15,7 @@ import pickle
 import stat
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, NoReturn
@@ -334,9 +334,9 @@ def _check_room(grader: Sandbox, disk: int, needed: int) -> None:
         raise _DoesNotFit(_TOO_LARGE)
 
 
-def keep_answer(grader: Sandbox, target: Path, limit: int) -> bool:
+def keep_answer(grader: Sandbox, names: Sequence[str], target: Path, limit: int) -> bool:
     """Archive what is there to grade, before anybody has run there; nothing, if it is more than `limit` bytes."""
-    tops = {name: grader.open_folder(name) for name in ("workspace", "out")}
+    tops = {name: grader.open_folder(name) for name in names}
     try:
         roots = {name: f"/proc/self/fd/{fd}" for name, fd in tops.items()}
         if sum(_size(root) for root in roots.values()) > limit:
@@ -372,6 +372,8 @@ def _below(root: str) -> Iterator[Path]:
 def put_answer(archive: Path, grader: Sandbox, limits: CollectLimits) -> None:
     """Put what is in an archive into a grader's sandbox. Raises InvalidValue for one that is not as `keep_answer`'s."""
     tops = {name: grader.open_folder(name) for name in ("workspace", "out")}
+    with contextlib.suppress(FileNotFoundError):  # of the agent's in `same`; containers have none to keep
+        tops["tmp"] = grader.open_folder("tmp")
     room, count = limits.bytes, 0
     before = os.umask(0o022)  # as in `carry`
     try:

@@ -17,6 +17,7 @@ import pytest
 
 from integrity.trials import ASSET, EVIL, FORGED, SECRET, Kind, experiment, last_attempt, leaks, make_base, run, told
 from sandbox_exec.contracts import Status, TrialCompletion
+from sandbox_exec.errors import InvalidExperiment
 
 ENDS = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FORGE = f"echo '{FORGED}'"
@@ -250,7 +251,9 @@ def test_an_attack_changes_no_grade_and_sees_no_asset(battle: Battle, attack: st
         due = status, score
     assert battle.outcome(attack) == due, told(battle.ended[attack])
     # Who knows the name of an asset can name its links so.
-    assert [line for line in battle.leaks(attack) if attack != "links at every path" or SECRET in line] == []
+    own = ("answer.tar:tmp/daemon",)  # its own script, which it ran from there
+    found = [line for line in battle.leaks(attack) if attack != "links at every path" or SECRET in line]
+    assert [line for line in found if not any(name in line for name in own)] == []
 
 
 @pytest.mark.parametrize("attack", ELSEWHERE)
@@ -364,25 +367,21 @@ def test_a_function_with_the_experiments_folder_on_its_path_sees_nothing_of_the_
     assert leaks(tmp_path / "run") == []
 
 
-@pytest.mark.xfail(reason="a container is shown all of what is readable: Limits.hidden is not applied in docker.py")
-def test_what_is_readable_in_a_container_shows_no_assets_that_lie_in_it(tmp_path: Path, busybox_image: str) -> None:
-    base = tmp_path / "base"
-    agents = {"a": f"cat {base}/grading/*; ls -laR {base}; true"}
-    run(experiment(base, agents, "docker", busybox_image, sandbox={"readable": ["."]}), tmp_path / "run")
-    assert leaks(tmp_path / "run") == []
+def test_what_is_readable_in_a_container_may_not_hold_assets(tmp_path: Path, busybox_image: str) -> None:
+    one = experiment(tmp_path / "base", {"a": "true"}, "docker", busybox_image, sandbox={"readable": ["."]})
+    with pytest.raises(InvalidExperiment, match=r"sandbox\.readable: .* holds .*which no agent may see"):
+        run(one, tmp_path / "run")
 
 
-@pytest.mark.xfail(reason="a workspace that holds the assets is copied with them")
 @pytest.mark.parametrize("kind", ["process", "docker"])
-def test_a_workspace_shows_no_assets_that_lie_in_it(tmp_path: Path, kind: Kind, request: pytest.FixtureRequest) -> None:
+def test_a_workspace_may_not_hold_assets(tmp_path: Path, kind: Kind, request: pytest.FixtureRequest) -> None:
     image = request.getfixturevalue("busybox_image") if kind == "docker" else None
     tasks = [{"id": "t", "input": {}, "workspace": "."}]
     one = experiment(tmp_path / "base", {"a": "ls -laR /workspace; true"}, kind, image, tasks=tasks)
-    run(one, tmp_path / "run")
-    assert leaks(tmp_path / "run") == []
+    with pytest.raises(InvalidExperiment, match=r"workspace '.' holds .* belongs to the grading"):
+        run(one, tmp_path / "run")
 
 
-@pytest.mark.xfail(reason="the run's own folder is not among what agents are not shown")
 def test_an_agent_does_not_see_the_folder_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tmp_path / "base"
     make_seeker(base)
@@ -390,11 +389,11 @@ def test_an_agent_does_not_see_the_folder_of_its_run(tmp_path: Path, monkeypatch
     agents: dict[str, Any] = {"knows": f"echo {SECRET} >/out/answer", "seeks": {"python": "agent:main"}}
     one = experiment(base, agents, design={"max_concurrency": 1})
     run(one, base / "runs" / "one")
-    assert '"score": 1.0' not in (last_attempt(base / "runs" / "one", "seeks") / "result.json").read_text()
-    assert [line for line in leaks(base / "runs" / "one") if "trials/seeks" in line] == []
+    seen = (last_attempt(base / "runs" / "one", "seeks") / "result.json").read_text()
+    assert f"{base}/shown.txt" in seen
+    assert f"{base}/runs/one/" not in seen
 
 
-@pytest.mark.xfail(reason="HOME of a grader is /tmp, which is the agent's in `same`", raises=AssertionError)
 def test_what_an_agent_left_in_tmp_is_no_home_of_the_graders_in_same(tmp_path: Path) -> None:
     interpreter = os.path.realpath(sys.executable)  # not that of a virtual environment, which has no user's site
     site = sysconfig.get_path("purelib", "posix_user", vars={"userbase": "/tmp/.local"})
@@ -431,8 +430,6 @@ def test_what_could_not_be_graded_is_not_seen_by_the_next_grader(
 def test_assets_are_seen_by_the_grader_whatever_their_modes_are(
     tmp_path: Path, kind: Kind, request: pytest.FixtureRequest
 ) -> None:
-    if kind == "docker":
-        request.applymarker(pytest.mark.xfail(reason="assets are bound into a container as they are, not copied"))
     image = request.getfixturevalue("busybox_image") if kind == "docker" else None
     base = tmp_path / "base"
     make_base(base)
