@@ -50,7 +50,7 @@ class RunSide:
 
     def run(self, n: int, in_flight: int) -> list[float]:
         """The time from each decision to dispatch to the word that the worker has begun, in seconds."""
-        folder = Path(tempfile.mkdtemp(dir=self._folders))
+        folder = Path(tempfile.mkdtemp(dir=self._folders)).absolute()
         seen = _Latencies()
         experiment, functions = freeze_functions(
             Experiment(
@@ -64,7 +64,7 @@ class RunSide:
         (folder / FUNCTIONS).mkdir()
         for digest, payload in functions.items():
             (folder / FUNCTIONS / f"{digest}.pkl").write_bytes(payload)
-        backend = LocalBackend(in_flight, limits=limits_of(experiment), preload=[agents.__name__])
+        backend = LocalBackend(in_flight, limits=limits_of(experiment, [folder]), preload=[agents.__name__])
         try:
             with RunStore.create(folder, "bench", experiment.model_dump_json(), expand(experiment), {}) as store:
                 end = Coordinator(store, experiment, backend, callbacks=[seen]).run()
