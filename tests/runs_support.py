@@ -163,7 +163,7 @@ def run_scripted(
 
 def run_local(folder: Path, one: Experiment, *, hung_s: float = 30.0, containment: str = "auto", **more: Any) -> RunEnd:
     workers = one.design.max_concurrency
-    backend = LocalBackend(workers, limits=limits_of(one), hung_s=hung_s, containment=containment)
+    backend = LocalBackend(workers, limits=limits_of(one, [folder]), hung_s=hung_s, containment=containment)
     return work_at(folder, one, backend, **more)
 
 
