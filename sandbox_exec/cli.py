@@ -81,9 +81,11 @@ def _one_of(allowed: tuple[str, ...]) -> Callable[[str | None], str | None]:
     epilog="""Examples:
 
 \b
-  sandbox-exec doctor                        what this machine gives, for people
-  sandbox-exec doctor --json                 the same, for programs
-  sandbox-exec doctor --require namespaces   and exit code 3 if it gives less
+  sandbox-exec doctor                        what this machine gives
+  sandbox-exec preflight experiment.yaml     what would go wrong, before it does
+  sandbox-exec run experiment.yaml           durably; Ctrl-C, then `continue`
+  sandbox-exec report RUN                    who passed what, with intervals
+  sandbox-exec grade RUN                     again, without the agents
 """
 )
 def root(

@@ -99,7 +99,7 @@ def test_help_does_not_load_what_only_the_doctor_needs() -> None:
 def test_help_has_examples(run: Run) -> None:
     done = run("--help")
     assert done.code == 0
-    assert "sandbox-exec doctor --json" in done.out
+    assert "sandbox-exec run experiment.yaml" in done.out
 
 
 def test_without_a_command_help_is_shown_and_it_is_bad_usage(run: Run) -> None:
