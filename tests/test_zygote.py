@@ -104,12 +104,12 @@ def test_a_keeper_that_is_killed_while_its_trial_is_frozen_leaves_a_slot_that_is
         future = pool.submit(waits, meeting, "frozen")
         meeting.expect("frozen")
         future.freeze()
-        meeting.let_go()
         keeper = keeper_of(pool, future)
         assert pool._manager is not None
         is_frozen = threading.Event()
         pool._manager.put(is_frozen.set)  # it comes after the word to freeze
         assert is_frozen.wait(PATIENCE_S)
+        meeting.let_go()  # which it does not hear
         kill(keeper)
         assert future.result(PATIENCE_S).status is Status.ENVIRONMENT_ERROR
         assert pool.submit(abs, -1).result(PATIENCE_S).unwrap() == 1
