@@ -257,6 +257,12 @@ def test_there_is_room_for_what_is_kept_of_out() -> None:
     assert settings.limits(Task(id="a", input=1)).disk == 1024 * MIB
 
 
+def test_what_may_be_written_is_what_the_sandbox_says() -> None:
+    assert SandboxSettings.model_validate({"disk": "2GiB"}).limits(Task(id="a", input=1)).disk == 2048 * MIB
+    with pytest.raises(ValueError, match="too little"):
+        SandboxSettings.model_validate({"disk": 1})
+
+
 def test_a_tasks_grading_goes_before_the_experiments(folder: Path) -> None:
     rows = ROWS + '{"id": "own", "input": 1, "grading": {"command": ["sh", "g.sh"]}}\n'
     (folder / "tasks.jsonl").write_text(rows)

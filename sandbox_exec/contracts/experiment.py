@@ -70,6 +70,9 @@ class SandboxSettings(Contract):
     memory: Annotated[Bytes, Field(ge=MIN_MEMORY_BYTES)] | None = Limits().memory
     pids: Count | None = Limits().pids
     cpus: Annotated[float, Field(strict=True, gt=0)] | None = Limits().cpus
+    disk: Bytes | None = Field(
+        default=None, description="What may be written. None: 256 MiB, or out_limit if that is more."
+    )
     out_limit: Bytes = Field(default=64 * MIB, description="How much of /out is kept.")
     network: Annotated[str, Field(min_length=1)] = Field(
         default="none", description="none or host; for docker also bridge, or a network of the engine's by name."
@@ -113,7 +116,8 @@ class SandboxSettings(Contract):
             memory=self.memory,
             pids=self.pids,
             cpus=self.cpus,
-            disk=max(Limits.model_fields["disk"].default, self.out_limit),  # or /out could not be that large
+            # By default at least what is kept of /out, or that could never be so large.
+            disk=self.disk or max(Limits.model_fields["disk"].default, self.out_limit),
             network="host" if self.network == "host" else "none",
             require=self.require,
             readable=[_placed(path, base) for path in self.readable],
