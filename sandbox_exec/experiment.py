@@ -299,10 +299,11 @@ def _read_rows(origin: _Origin) -> list[Any]:
 
 
 def _row(line: bytes) -> Any:
-    return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    return json.loads(line.decode("utf-8-sig"), object_pairs_hook=without_repeats, parse_constant=_no_constant)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For a reader of JSON: refuse a key that stands twice, of which each reader takes another."""
     members = dict(pairs)
     if len(members) < len(pairs):
         (name, _), *_ = (Counter(name for name, _ in pairs)).most_common(1)

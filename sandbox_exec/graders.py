@@ -13,6 +13,7 @@ from typing import Any, Final
 from sandbox_exec.contracts import ContainerSpec, GraderSpec, Limits, Task
 from sandbox_exec.contracts.experiment import Experiment, GradingSettings
 from sandbox_exec.experiment import json_digest, path_digest
+from sandbox_exec.trial.launches import role_of
 from sandbox_exec.units import MIB
 
 FUNCTIONS: Final = "functions"  # in the run's folder: the pickled functions of agents and graders that are functions
@@ -35,7 +36,7 @@ class Graders:
 
     def _make(self, settings: GradingSettings, image: str | None) -> GraderSpec:
         experiment = self._experiment
-        assets = experiment.base / settings.assets if settings.assets is not None else None
+        assets = _assets(experiment, settings)
         command, shown = _resolve(settings, experiment.base, assets)
         function = settings.function if isinstance(settings.function, str) else None
         container = self._container(settings, image)
@@ -65,9 +66,8 @@ class Graders:
         )
 
     def _container(self, settings: GradingSettings, image: str | None) -> ContainerSpec | None:
-        """Functions are graded in the process sandbox, wherever the agent ran: an image need not have our Python."""
         sandbox = self._experiment.sandbox
-        if sandbox.kind != "docker" or settings.command is None:
+        if not _is_in_container(self._experiment, settings):
             return None
         name = settings.image or image or sandbox.image or ""
         same = settings.in_ == "same"  # then as root, who was nobody in the agent phase, and the root can be written
@@ -93,16 +93,12 @@ def images_of(experiment: Experiment) -> set[str]:
 def limits_of_graders(experiment: Experiment) -> list[tuple[Limits, str]]:
     """The limits of all graders in the process sandbox, with their roles: so that they can be made ready."""
     found: dict[tuple[Limits, str], None] = {}
-    graders = Graders(experiment, Path(), {})
-    for task in experiment.tasks:
-        spec = graders.of(task)
-        if spec is not None and spec.container is None:
-            found[spec.limits, role_of(spec)] = None
+    for settings in dict.fromkeys(map(experiment.grading_of, experiment.tasks)):
+        if settings is not None and not _is_in_container(experiment, settings):
+            assets = _assets(experiment, settings)
+            shown = _resolve(settings, experiment.base, assets)[1]
+            found[_limits(experiment, settings, assets, shown), role_of(settings)] = None
     return list(found)
-
-
-def role_of(spec: GraderSpec) -> str:
-    return "grader-writable" if spec.writable or spec.in_ == "same" else "grader"
 
 
 def hidden_from_agents(experiment: Experiment) -> tuple[Path, ...]:
@@ -111,7 +107,7 @@ def hidden_from_agents(experiment: Experiment) -> tuple[Path, ...]:
     for task in experiment.tasks:
         settings = experiment.grading_of(task)
         if settings is not None:
-            assets = experiment.base / settings.assets if settings.assets is not None else None
+            assets = _assets(experiment, settings)
             paths.update([assets] if assets is not None else [])
             own = _resolve(settings, experiment.base, assets)[1]
             paths.update(own)
@@ -122,6 +118,15 @@ def hidden_from_agents(experiment: Experiment) -> tuple[Path, ...]:
     parents = Counter(path.parent for path in paths)
     crowded = {parent for parent, count in parents.items() if count > _MANY and experiment.base != parent}
     return tuple(sorted({path.parent if path.parent in crowded else path for path in paths}))
+
+
+def _is_in_container(experiment: Experiment, settings: GradingSettings) -> bool:
+    """Functions are graded in the process sandbox, wherever the agent ran: an image need not have our Python."""
+    return experiment.sandbox.kind == "docker" and settings.command is not None
+
+
+def _assets(experiment: Experiment, settings: GradingSettings) -> Path | None:
+    return experiment.base / settings.assets if settings.assets is not None else None
 
 
 def _resolve(

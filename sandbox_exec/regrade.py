@@ -33,13 +33,13 @@ from sandbox_exec.contracts import (
 )
 from sandbox_exec.contracts.experiment import MAX_SLOTS, shown, told
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
-from sandbox_exec.experiment import load_experiment, load_grading
+from sandbox_exec.experiment import load_experiment, load_grading, without_repeats
 from sandbox_exec.graders import FUNCTIONS
 from sandbox_exec.report import TagReport, VariantReport, report_of
 from sandbox_exec.runs import RUNS, RunSummary, answers_of, make_run, new_run_id, work_at
 from sandbox_exec.store import RunStore, attempt_folder, read_completion
 from sandbox_exec.store.db import DB_NAME
-from sandbox_exec.trial.grading import ANSWER, no_repeats
+from sandbox_exec.trial.grading import ANSWER
 from sandbox_exec.units import MIB
 
 GRADINGS: Final = "gradings"
@@ -229,7 +229,7 @@ def read_predictions(file: Path, tasks: set[str]) -> list[dict[str, Any]]:
 def _prediction(line: bytes, tasks: set[str]) -> dict[str, Any]:
     if len(line) > MAX_PREDICTION_BYTES:
         raise InvalidValue(f"larger than {MAX_PREDICTION_BYTES} bytes")
-    row = json.loads(line, object_pairs_hook=no_repeats)
+    row = json.loads(line, object_pairs_hook=without_repeats)
     if not isinstance(row, dict):
         raise InvalidValue("not a JSON object")
     unknown = sorted(set(row) - _ROW_FIELDS)

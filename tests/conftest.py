@@ -6,14 +6,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import leftovers
 import pytest
+from shell import Done
 from support import Meeting, meetings
 
-from sandbox_exec import Pool
+from sandbox_exec import Pool, cli
 
 LAST = ("test_artifacts.py", "hostile")  # they make this process large, and every fork after them slower
 
@@ -83,3 +84,17 @@ def one_slot() -> Iterator[Pool]:
 @pytest.fixture
 def meeting(tmp_path: Path) -> Iterator[Meeting]:
     yield from meetings(tmp_path)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Call the command line in this process: for what needs no signals."""
+
+    def call(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["sandbox-exec", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert isinstance(caught.value.code, int)
+        return Done(caught.value.code, *capfd.readouterr())
+
+    return call

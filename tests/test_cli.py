@@ -9,9 +9,9 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from shell import Done
 
 import sandbox_exec
 from sandbox_exec import cli, doctor
@@ -32,27 +32,11 @@ ROOT = Path(__file__).parent.parent
 NOWHERE = "unix:///nonexistent/engine.sock"
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call the command line in this process."""
-
-    def call(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["sandbox-exec", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return Done(caught.value.code, out, err)
-
+def run(call: Run) -> Run:
     return call
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from runs_support import children, reap_orphans
+from shell import Done
 from support import PATIENCE_S, Meeting, meetings, spin_until, wait_readable
 
-from sandbox_exec import cli
 from sandbox_exec.contracts import Experiment, TrialCompletion
 from sandbox_exec.errors import RunNotActive
 from sandbox_exec.runs import RunStatus, RunSummary, status_of
@@ -30,26 +30,6 @@ from sandbox_exec.store import history as history_lines
 HEAR_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 START = f"{HEAR_CTRL_C}; from sandbox_exec.cli import main; main()"
 SLOTS = 4
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Call the command line in this process: for what needs no signals."""
-
-    def call(*arguments: str | Path) -> Done:
-        monkeypatch.setattr(sys, "argv", ["sandbox-exec", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return Done(caught.value.code, *capfd.readouterr())
-
-    return call
 
 
 class Program:

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from shell import Done
 
-from sandbox_exec import artifacts, cli
+from sandbox_exec import artifacts
 from sandbox_exec.contracts import Experiment, Rung
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.preflight import Finding, Machine, Preflight, cache_folder, preflight, quick_check, smoke
@@ -615,29 +617,15 @@ def test_the_cache_is_where_the_users_caches_are(monkeypatch: pytest.MonkeyPatch
 # --- the shell ---
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 Shell = Callable[..., Done]
 
 
 @pytest.fixture
-def shell(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+def shell(base: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Done]) -> Shell:
     """Call the command line in this process, beside the experiment."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(base.parent / "caches"))
     monkeypatch.chdir(base)
-
-    def call(*words: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["sandbox-exec", "preflight", *words])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return Done(caught.value.code, *capsys.readouterr())
-
-    return call
+    return partial(call, "preflight")
 
 
 def in_file(base: Path, **more: Any) -> None:

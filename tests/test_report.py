@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from shell import Done
 
-from sandbox_exec import cli
 from sandbox_exec.cli_report import WIDTH, markdown, plain
 from sandbox_exec.contracts import (
     AgentError,
@@ -471,24 +470,6 @@ def test_without_a_message_the_exit_code_says_why(tmp_path: Path) -> None:
 
 
 # --- the shell ---
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    def call(*arguments: Any) -> Done:
-        monkeypatch.setattr(sys, "argv", ["sandbox-exec", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return Done(caught.value.code, *capfd.readouterr())
-
-    return call
 
 
 def test_people_get_tables_that_fit_100_columns(call: Callable[..., Done], folder: Path) -> None:

@@ -33,7 +33,7 @@ from sandbox_exec.contracts.words import AgentSpec
 from sandbox_exec.coordinator import resolve
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.experiment import freeze_functions, path_digest
-from sandbox_exec.graders import FUNCTIONS, Graders, hidden_from_agents, role_of
+from sandbox_exec.graders import FUNCTIONS, Graders, hidden_from_agents
 from sandbox_exec.preflight.cache import Cache, Kept
 from sandbox_exec.preflight.findings import Found
 from sandbox_exec.preflight.images import Image
@@ -42,6 +42,7 @@ from sandbox_exec.preflight.static import budget_of
 from sandbox_exec.sandbox.process import base_environment
 from sandbox_exec.store import attempt_folder, read_completion
 from sandbox_exec.trial.collect import stays_inside
+from sandbox_exec.trial.launches import role_of
 
 _AT_ONCE: Final = 4  # preflight is beside other work, and a few hide the waiting
 _PASS: Final = 1.0  # the score of one that says nothing of passing

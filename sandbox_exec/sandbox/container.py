@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import os
 import socket
@@ -372,6 +373,7 @@ def _ulimits(limits: Limits) -> list[Any]:
     return [docker.types.Ulimit(name=name, soft=value, hard=value) for name, value in wanted.items()]
 
 
+@functools.lru_cache(maxsize=256)  # asked for every trial, and a run's assets do not change
 def _is_open(assets: Path) -> bool:
     """Whether anybody could read all of a folder. Its own place does not matter: it is mounted elsewhere."""
     if not assets.is_dir():

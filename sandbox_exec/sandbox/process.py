@@ -218,7 +218,7 @@ class ProcessSandbox:
             if launch.assets is not None:
                 fill(self._scratch, "grading", launch.assets)
                 self.give("grading")
-            self.spent = self.spent or bool(launch.staged) or launch.workspace is not None or launch.role != "agent"
+            self.spent = self.spent or bool(launch.staged) or launch.workspace is not None
         except OSError as error:  # such as an input that is larger than the trial's disk
             self._refuse(setup=f"the sandbox cannot be filled: {error}")
             return

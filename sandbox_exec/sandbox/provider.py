@@ -59,11 +59,14 @@ class SlotPlaces:
         def failed(reason: str) -> None:
             on_failure(End(fault=reason))
 
+        def ready(sandbox: ProcessSandbox) -> None:
+            # What is put into a grader's before it starts is not for the next trial to be graded by.
+            sandbox.spent = sandbox.spent or launch.role != AGENT_ROLE
+            on_ready(sandbox)
+
         slot = self._agents if launch.role == AGENT_ROLE else self._graders
         beside = launch.beside if isinstance(launch.beside, ProcessSandbox) else None
-        self._provider.acquire(
-            slot, launch.limits, on_ready, failed, agent=launch.agent, role=launch.role, beside=beside
-        )
+        self._provider.acquire(slot, launch.limits, ready, failed, agent=launch.agent, role=launch.role, beside=beside)
 
     def release(self, sandbox: Sandbox, then: Callable[[], None]) -> None:
         then()

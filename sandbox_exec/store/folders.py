@@ -13,14 +13,14 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from sandbox_exec.contracts.words import Grade, TrialCompletion
 from sandbox_exec.errors import InvalidValue
 from sandbox_exec.store.room import one_error
-from sandbox_exec.trial.trace import parse_json
+from sandbox_exec.trial.trace import parse_json, refuse_constant
 from sandbox_exec.units import MIB
 
 TRIALS: Final = "trials"
@@ -118,7 +118,7 @@ def read_json(folder: Path, name: str = RESULT, limit: int = MAX_RESULT_BYTES) -
     if data is None:
         return Found(None, reason)
     try:
-        return Found(parse_json(data, parse_constant=_refuse))
+        return Found(parse_json(data, parse_constant=refuse_constant))
     except (ValueError, RecursionError) as error:
         return Found(None, f"{name} is malformed: {error}")
 
@@ -165,7 +165,3 @@ def _read_model(folder: Path, name: str, limit: int, model: type[M]) -> Found[M]
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         return Found(None, f"{name} is malformed: {f'{where}: ' if where else ''}{first['msg']}")
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from sandbox_exec.contracts import (
     TrialDispatch,
 )
 from sandbox_exec.errors import NO_ROOM, InvalidValue, StoreFull
-from sandbox_exec.guest import entry
-from sandbox_exec.sandbox.base import End, Launch, Places, Sandbox
+from sandbox_exec.sandbox.base import End, Places, Sandbox
 from sandbox_exec.trial.collect import Collected, CollectLimits, collect
 from sandbox_exec.trial.grading import ANSWER, REJECTED, Graded, Grading, carry, keep_answer, put_answer
+from sandbox_exec.trial.launches import build_launch
 from sandbox_exec.trial.recorder import Recorder
 from sandbox_exec.trial.supervisor import Supervisor
 
@@ -335,45 +334,3 @@ def _unwritten(error: OSError, folder: Path) -> tuple[Status, str, str]:
     if error.errno in NO_ROOM:
         return Status.ENVIRONMENT_ERROR, StoreFull.__name__, f"no room left in {folder}: {error.strerror}"
     return Status.ENVIRONMENT_ERROR, type(error).__name__, str(error)
-
-
-def build_launch(dispatch: TrialDispatch, environ: Mapping[str, str]) -> Launch:
-    """What to run for a dispatch. Secrets come from `environ`, and go into the launch and nowhere else."""
-    task = {
-        "id": dispatch.task.id,
-        "input": dispatch.task.input,
-        "seed": dispatch.seed,
-        "repeat": dispatch.slot.repeat,
-    }
-    variant, agent = dispatch.variant, dispatch.variant.agent
-    missing = [name for name in variant.pass_env if name not in environ]
-    if missing:
-        raise InvalidValue(f"pass_env names {', '.join(missing)}, which the environment does not have")
-    workspace = dispatch.task.workspace
-    common: dict[str, Any] = {
-        "limits": dispatch.limits,
-        "env": {**variant.env, **{name: environ[name] for name in variant.pass_env}},
-        "seed": dispatch.seed,
-        "workspace": dispatch.base / workspace if workspace is not None else None,
-        "container": dispatch.container,
-        "labels": {"run": dispatch.run_id, "trial": dispatch.trial_id, "attempt": str(dispatch.attempt)},
-    }
-    if agent.command is not None:
-        staged = {"in/task.json": json.dumps(task).encode()}
-        return Launch(argv=agent.command, staged=staged, **common)
-    if dispatch.artifact is not None:
-        staged = {"in/task.json": json.dumps(task).encode()}
-        argv = (f"/agent/{dispatch.entrypoint}",)
-        return Launch(argv=argv, agent=dispatch.artifact, staged=staged, **common)
-    if agent.python is not None:
-        module, _, function = agent.python.partition(":")
-        call: tuple[Any, ...] = (entry.call, (str(dispatch.base), module, function, task), {})
-        return Launch(payload=pickle.dumps(call), **common)
-    if dispatch.payload is not None:
-        return Launch(payload=_with_argument(dispatch.payload.read_bytes(), task), **common)
-    raise InvalidValue("this agent is no command, and its function or artifact is not in the dispatch")
-
-
-def _with_argument(function: bytes, task: dict[str, Any]) -> bytes:
-    """A call of a pickled function, without unpickling it here."""
-    return pickle.dumps((entry.call_pickled, (function, task), {}))

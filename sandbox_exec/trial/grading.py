@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import stat
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Final, NoReturn
+from typing import IO, Any, Final
 
 from pydantic import ValidationError
 
@@ -33,13 +31,13 @@ from sandbox_exec.contracts import (
     TrialDispatch,
 )
 from sandbox_exec.errors import NO_ROOM, InvalidValue, StoreFull
-from sandbox_exec.guest import entry
-from sandbox_exec.sandbox.base import End, Launch, Places, Role, Sandbox
-from sandbox_exec.sandbox.process import ProcessSandbox
+from sandbox_exec.experiment import without_repeats
+from sandbox_exec.sandbox.base import End, Places, Sandbox
 from sandbox_exec.trial.collect import Collected, CollectLimits, collect, stays_inside
+from sandbox_exec.trial.launches import build_grader
 from sandbox_exec.trial.recorder import Recorder
 from sandbox_exec.trial.supervisor import Supervisor
-from sandbox_exec.trial.trace import parse_json
+from sandbox_exec.trial.trace import parse_json, refuse_constant
 from sandbox_exec.units import MIB
 
 MAX_GRADE_BYTES: Final = MIB  # it is also in the completion and in the database
@@ -98,7 +96,7 @@ class Grading:
 
     def start(self) -> None:
         try:
-            self._launch = replace(build_grader(self._dispatch, self._about), like=self._like, beside=self._beside)
+            self._launch = build_grader(self._dispatch, self._about, like=self._like, beside=self._beside)
         except (OSError, InvalidValue) as error:
             self._fail("GraderSetupFailed", str(error))
             return
@@ -121,8 +119,6 @@ class Grading:
                 for name in ("workspace", "out"):
                     sandbox.give(name)
         except (OSError, InvalidValue, _DoesNotFit) as error:
-            if isinstance(sandbox, ProcessSandbox):
-                sandbox.spent = True  # what is in it by now is not for the next trial to be graded by
             self._not_filled(error)
             return
         self.supervisor = Supervisor(sandbox, self._launch, self._clock, self._ended, tee=self._log.feed)
@@ -207,42 +203,10 @@ class Grading:
             self._places.release(self._sandbox, lambda: self._on_done(graded))
 
 
-def build_grader(dispatch: TrialDispatch, about: dict[str, Any]) -> Launch:
-    """What to run for the grading of a dispatch."""
-    spec = dispatch.grader
-    assert spec is not None
-    task = {
-        "id": dispatch.task.id,
-        "input": dispatch.task.input,
-        "seed": dispatch.seed,
-        "repeat": dispatch.slot.repeat,
-        "agent": about,
-    }
-    role: Role = "grader-writable" if spec.writable or spec.in_ == "same" else "grader"
-    common: dict[str, Any] = {
-        "limits": spec.limits,
-        "seed": dispatch.seed,
-        "role": role,
-        "assets": spec.assets,
-        "container": spec.container,
-        "staged": {"in/task.json": json.dumps(task).encode()},
-        "labels": {"run": dispatch.run_id, "trial": dispatch.trial_id, "attempt": str(dispatch.attempt)},
-    }
-    if spec.command is not None:
-        return Launch(argv=spec.command, **common)
-    if spec.python is not None:
-        module, _, function = spec.python.partition(":")
-        call: tuple[Any, ...] = (entry.call, (str(dispatch.base), module, function, task), {})
-        return Launch(payload=pickle.dumps(call), **common)
-    assert spec.payload is not None
-    call = (entry.call_pickled, (spec.payload.read_bytes(), task), {})
-    return Launch(payload=pickle.dumps(call), **common)
-
-
 def parse_grade(data: bytes) -> tuple[Grade | None, str]:
     """The grade in what a grader wrote, or the reason why there is none. Any bytes give an answer."""
     try:
-        value = parse_json(data, parse_constant=_no_constant, object_pairs_hook=no_repeats)
+        value = parse_json(data, parse_constant=refuse_constant, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         return None, f"grade.json is malformed: {error}"
     try:
@@ -251,19 +215,6 @@ def parse_grade(data: bytes) -> tuple[Grade | None, str]:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         return None, f"grade.json is malformed: {f'{where}: ' if where else ''}{first['msg']}"
-
-
-def _no_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For a reader of JSON: refuse a key that stands twice, of which each reader takes another."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {name[:40]!r} stands there twice")
-    return members
 
 
 # --- what there is to grade ---

@@ -92,7 +92,7 @@ class TraceReader:
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """A JSON object in UTF-8 with finite numbers, or None."""
     try:
-        value = parse_json(line, parse_constant=_refuse)
+        value = parse_json(line, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -133,7 +133,8 @@ def _check_depth(value: Any) -> None:
     raise TooDeep(f"nested deeper than {MAX_DEPTH} lists and objects")
 
 
-def _refuse(constant: str) -> NoReturn:
+def refuse_constant(constant: str) -> NoReturn:
+    """For a reader of JSON: refuse NaN and infinities, which Python reads and JSON has not."""
     raise ValueError(f"{constant} is not JSON")
 
 

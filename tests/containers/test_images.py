@@ -9,12 +9,14 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import pytest
+from shell import Done
 
-from sandbox_exec import cli, images
+from sandbox_exec import images
 from sandbox_exec.errors import InvalidValue, SandboxUnavailable
 from sandbox_exec.images import ImageBuildFailed, Source, base_images, build, is_static, list_images, resolve
 
@@ -302,22 +304,9 @@ def test_the_images_below_are_those_of_every_from(dockerfile: str, bases: list[s
 # --- the shell's door ---
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    def call(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["sandbox-exec", "images", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return Done(caught.value.code, *capsys.readouterr())
-
-    return call
+def run(call: Callable[..., Done]) -> Callable[..., Done]:
+    return partial(call, "images")
 
 
 def test_without_a_name_all_of_ours_are_built(run: Callable[..., Done], ours: Path, word: str) -> None:
