@@ -16,6 +16,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from sandbox_exec.contracts.base import Bytes, Contract, Seconds
 from sandbox_exec.contracts.limits import MIN_MEMORY_BYTES, AbsolutePath, Count, Limits, Require
+from sandbox_exec.contracts.queue import LaneSettings, QueueSettings
 from sandbox_exec.contracts.words import Argv, Function, Id, Location, Ordinal, Task, Variant, entry_point
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.units import MIB, processors
@@ -33,10 +34,15 @@ Loc = tuple[int | str, ...]
 """The path of a value in an experiment: ("tasks", 0, "id")."""
 
 
-def _built(order: str) -> str:
-    if order != "sequential":
-        raise InvalidValue(f"{order!r} is not built yet; allowed: 'sequential'")
-    return order
+ORDERS: Final = ("sequential", "priority", "adaptive")
+
+
+def _order(text: str) -> str:
+    if text in ORDERS:
+        return text
+    if ":" not in text:
+        raise InvalidValue(f'{text!r} is no order; allowed: {", ".join(ORDERS)}, or your own as "module:Class"')
+    return entry_point(text)
 
 
 class Design(Contract):
@@ -46,9 +52,12 @@ class Design(Contract):
     max_concurrency: Count = Field(
         default_factory=processors, description="Trials in flight. Default: the processors there are."
     )
-    order: Annotated[Literal["sequential", "priority", "adaptive"], AfterValidator(_built)] = "sequential"
+    order: Annotated[str, AfterValidator(_order)] = Field(
+        default="sequential", description='sequential, priority, adaptive, or a TaskQueue of your own: "module:Class".'
+    )
+    queue: QueueSettings = QueueSettings()
     max_duration_s: Annotated[Seconds, Field(gt=0)] | None = Field(
-        default=None, description="After this, what has not begun is skipped."
+        default=None, description="After this, what is in flight is killed, and what has not ended is skipped."
     )
     prune_after_failures: Count | None = Field(
         default=None, description="Failures in a row after which the rest of a variant is skipped."
@@ -190,6 +199,7 @@ class Experiment(Contract):
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     tasks: Annotated[tuple[Task, ...], Field(min_length=1)]
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+    lanes: Mapping[Id, LaneSettings] = Field(default_factory=dict, description="What providers allow, by lane.")
     design: Design = Field(default_factory=Design)
     sandbox: SandboxSettings = SandboxSettings()
     grading: GradingSettings | None = None
@@ -209,6 +219,7 @@ class Experiment(Contract):
             seed: int = ...,
             tasks: Iterable[Task | Mapping[str, Any]],
             variants: Iterable[Variant | Mapping[str, Any]],
+            lanes: Mapping[str, LaneSettings | Mapping[str, Any]] = ...,
             design: Design | Mapping[str, Any] = ...,
             sandbox: SandboxSettings | Mapping[str, Any] = ...,
             grading: GradingSettings | Mapping[str, Any] | None = ...,
@@ -252,6 +263,30 @@ class Experiment(Contract):
                 yield Fault(("tasks", idx), "has no image, which docker needs; name one here or in sandbox.image")
             if task.grading and not (task.grading.command or task.grading.python or self.grading):
                 yield Fault(("tasks", idx, "grading"), "has no command, and the experiment has no grading")
+        yield from self._queue_faults()
+
+    def _queue_faults(self) -> Iterator[Fault]:
+        names = list(self.lanes)
+        for idx, variant in enumerate(self.variants):
+            # Without any limits named, a lane only says who waits together when a provider turns one away.
+            if variant.lane is not None and names and variant.lane not in self.lanes:
+                text = f"there is no lane {shown(variant.lane)};{_nearest(variant.lane, names)}".rstrip(";")
+                yield Fault(("variants", idx, "lane"), text)
+            tpm = self.lanes[variant.lane].tpm if variant.lane in self.lanes else None
+            if tpm is not None and variant.tokens_per_trial > tpm:
+                text = f"{variant.tokens_per_trial} tokens a trial are more than the {tpm:g} a minute of its lane"
+                yield Fault(("variants", idx, "tokens_per_trial"), text)
+        serial = {task.id: task.protocol.serial for task in self.tasks}
+        for idx, task in enumerate(self.tasks):
+            late = [name for name in task.depends_on if serial.get(name) != "first"]
+            if task.protocol.serial == "first" and late:
+                text = f"goes before all others, but needs {shown(late[0])}, which does not"
+                yield Fault(("tasks", idx, "protocol", "serial"), text)
+            if self.design.order == "adaptive" and (task.depends_on or task.chain or task.protocol.serial):
+                text = "the adaptive order chooses freely: no task may have depends_on, chain or protocol.serial"
+                yield Fault(("tasks", idx), text)
+        if self.design.order == "adaptive" and self.grading is None and not all(task.grading for task in self.tasks):
+            yield Fault(("design", "order"), "adaptive needs grading: what it chooses follows from what was solved")
 
 
 def path_text(loc: Loc) -> str:

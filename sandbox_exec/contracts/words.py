@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +29,7 @@ from pydantic import (
 from sandbox_exec.contracts.base import Bytes, Contract, Seconds
 from sandbox_exec.contracts.limits import Limits
 from sandbox_exec.contracts.outcome import AgentError, Dropped, Isolation, KillReport, Usage
+from sandbox_exec.contracts.queue import ItemParameters, Priority
 from sandbox_exec.contracts.status import Judged
 from sandbox_exec.errors import InvalidValue
 from sandbox_exec.units import MIB
@@ -151,7 +152,18 @@ class TaskProtocol(Contract):
         default="skip", description="After a timeout: leave it, try again, or double the time and try again."
     )
     max_retries: Ordinal = Field(default=0, description="Further attempts after a failed one.")
-    priority: Annotated[int, Field(strict=True)] = Field(default=0, description="Higher goes first.")
+    priority: Priority = Field(
+        default=0, description="Higher goes first, with order: priority. Or a level: low, normal, high, critical."
+    )
+    deadline_s: Annotated[Seconds, Field(gt=0)] | None = Field(
+        default=None,
+        description="With order: priority. Seconds after its submission by which it should begin: shortly before "
+        "that it goes before all others.",
+    )
+    serial: Literal["first", "global"] | None = Field(
+        default=None,
+        description="first: one by one, before all others. global: with nothing else in flight.",
+    )
     tags: tuple[str, ...] = ()
 
 
@@ -184,6 +196,7 @@ class Task(Contract):
     protocol: TaskProtocol = TaskProtocol()
     depends_on: tuple[Id, ...] = Field(default=(), description="Tasks that must have succeeded first.")
     chain: Id | None = Field(default=None, description="Tasks of one chain run one at a time, in order.")
+    item: ItemParameters | None = Field(default=None, description="How hard it is, for order: adaptive.")
 
     @model_validator(mode="after")
     def _not_on_itself(self) -> Self:
@@ -229,6 +242,9 @@ class Variant(Contract):
     )
     max_parallel_trials: Annotated[int, Field(strict=True, ge=1)] | None = None
     lane: Id | None = Field(default=None, description="The rate scope of the provider that the agent uses.")
+    tokens_per_trial: Ordinal = Field(
+        default=0, description="An estimate of the tokens that a trial uses; what trials report corrects it."
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -236,6 +252,14 @@ class Variant(Contract):
         if both:
             raise InvalidValue(f"both in env and in pass_env: {', '.join(both)}; name each variable in one of them")
         return self
+
+
+class Cell(NamedTuple):
+    """What a slot is for. Its trial's name follows from this alone."""
+
+    variant_id: str
+    task_id: str
+    repeat: int
 
 
 class Slot(Contract):
@@ -359,6 +383,14 @@ class TrialDispatch(_OfTrial):
         return self
 
 
+class ProviderUse(Contract):
+    """What the agent says that it had of its provider. It may lie: so each number is bounded."""
+
+    tokens: Ordinal | None = Field(default=None, description="None: it did not say.")
+    requests: Ordinal | None = None
+    turned_away: Ordinal = Field(default=0, description="How often the provider did so.")
+
+
 class GradingReport(Contract):
     """How the grading phase went. The verdict is in `grade` and nowhere else."""
 
@@ -384,6 +416,7 @@ class TrialCompletion(_OfTrial, Judged):
     grade_sha256: str | None = Field(default=None, description="Digest of grade.json, if there is one.")
     grading: GradingReport | None = Field(default=None, description="None: it was not graded.")
     retry_after_s: Seconds | None = Field(default=None, description="When a provider allows the next attempt.")
+    provider: ProviderUse | None = Field(default=None, description="None: the agent traced nothing about one.")
     dropped: Dropped = Dropped()
     usage: Usage | None = Field(default=None, description="None: the agent was never started, or its worker is lost.")
     kill: KillReport | None = None
