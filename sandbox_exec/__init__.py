@@ -1,15 +1,16 @@
 """Run untrusted agents in sandboxes that can truly be killed.
 
 `Pool` calls a function or a command in a sandbox and gives back an `Outcome`, never a hang; `Limits` says
-what the call may use. `run` works through an `Experiment`, durably, and `continue_run` goes on with it. Names are
-loaded when they are first used, so that the part that runs inside a sandbox (`sandbox_exec.guest`) starts without
-loading the rest.
+what the call may use. `run` works through an `Experiment`, durably, and `continue_run` goes on with it. `Benchmark` is
+for benchmarks that are written in Python. Names are loaded when they are first used, so that the part that runs
+inside a sandbox (`sandbox_exec.guest`) starts without loading the rest.
 """
 
 from __future__ import annotations
 
 TYPE_CHECKING = False  # typing itself is too large for the guest
 if TYPE_CHECKING:
+    from sandbox_exec.benchmark import AgentFault, Benchmark, EnvironmentFault, UserFault
     from sandbox_exec.contracts import (
         AgentError,
         Blame,
@@ -34,18 +35,23 @@ if TYPE_CHECKING:
         SandboxExecError,
         SandboxUnavailable,
     )
-    from sandbox_exec.guest import TrialContext, TrialTimeout, context
+    from sandbox_exec.guest import ComponentRegistry, RateLimited, TrialContext, TrialTimeout, context
     from sandbox_exec.pool import Command, Pool
     from sandbox_exec.runs import continue_run, run
+    from sandbox_exec.trial_reports import TrialReport, reports_of
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AgentError",
     "AgentFailed",
+    "AgentFault",
+    "Benchmark",
     "Blame",
     "BrokenPool",
     "Command",
+    "ComponentRegistry",
+    "EnvironmentFault",
     "Experiment",
     "InvalidExperiment",
     "InvalidValue",
@@ -56,6 +62,7 @@ __all__ = [
     "Pool",
     "PoolClosed",
     "PreflightFailed",
+    "RateLimited",
     "RunCallback",
     "RunLocked",
     "Rung",
@@ -63,15 +70,19 @@ __all__ = [
     "SandboxUnavailable",
     "Status",
     "TrialContext",
+    "TrialReport",
     "TrialTimeout",
     "Usage",
+    "UserFault",
     "__version__",
     "context",
     "continue_run",
+    "reports_of",
     "run",
 ]
 
 _HOME = {
+    "sandbox_exec.benchmark": ("AgentFault", "Benchmark", "EnvironmentFault", "UserFault"),
     "sandbox_exec.contracts": (
         "AgentError",
         "Blame",
@@ -96,9 +107,10 @@ _HOME = {
         "SandboxExecError",
         "SandboxUnavailable",
     ),
-    "sandbox_exec.guest": ("TrialContext", "TrialTimeout", "context"),
+    "sandbox_exec.guest": ("ComponentRegistry", "RateLimited", "TrialContext", "TrialTimeout", "context"),
     "sandbox_exec.pool": ("Command", "Pool"),
     "sandbox_exec.runs": ("continue_run", "run"),
+    "sandbox_exec.trial_reports": ("TrialReport", "reports_of"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -19,16 +19,14 @@ on the disk: then it is as if it had never begun. A run that is continued has th
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal
 
-import psutil
+from pydantic import ValidationError
 
 from sandbox_exec.artifacts import Unpacked
 from sandbox_exec.backends.base import (
@@ -47,33 +45,42 @@ from sandbox_exec.contracts import (
     AgentError,
     Answer,
     Blame,
-    ContainerSpec,
-    Limits,
     Phase,
     Slot,
     Status,
     Task,
     TrialCompletion,
-    TrialDispatch,
-    Variant,
     derive_seed,
     derive_trial_id,
 )
-from sandbox_exec.contracts.experiment import Experiment
-from sandbox_exec.control import ControlServer, Request
-from sandbox_exec.errors import ProtocolFault, SandboxUnavailable, StoreFull
-from sandbox_exec.graders import FUNCTIONS, Graders, hidden_from_agents
+from sandbox_exec.contracts.experiment import Experiment, faults_of
+from sandbox_exec.control import ControlServer, Request, ask
+from sandbox_exec.dispatching import Dispatches, images_in
+from sandbox_exec.errors import (
+    InvalidExperiment,
+    InvalidValue,
+    ProtocolFault,
+    QueueFull,
+    RunNotActive,
+    SandboxExecError,
+    SandboxUnavailable,
+    StoreFull,
+)
+from sandbox_exec.ledger import Ledger, SlotFilter, Submitted
+from sandbox_exec.metrics import Metrics, prometheus
+from sandbox_exec.schedule.admission import Watermarks
 from sandbox_exec.schedule.board import Board
-from sandbox_exec.schedule.retries import NextAttempt, RetryPolicy, timeout_factor
-from sandbox_exec.schedule.scheduler import Decisions, decide, verdict_at_commit
-from sandbox_exec.store import CommitRow, Committed, Control, RunStore, attempt_folder, read_completion
+from sandbox_exec.schedule.retries import LONGEST_RETRY_AFTER_S, NextAttempt, RetryPolicy, timeout_factor
+from sandbox_exec.schedule.scheduler import OVER, Decisions, decide, verdict_at_commit
+from sandbox_exec.store import CommitRow, Committed, RunStore, attempt_folder, read_completion
 from sandbox_exec.store.folders import TRIALS
 from sandbox_exec.store.room import has_room, one_error
 
 PAUSE_S: Final = 10.0  # for all workers to freeze their trials
 STOP_S: Final = 30.0  # for all workers to kill theirs; one that hangs is ended before
 _KEPT: Final = 64  # completions in memory; the others are read again from their files when their turn comes
-_BUDGET_SHARE: Final = 0.8  # of the machine's memory, where the design names no budget
+_NOTE_S: Final = 1.0  # that a note of what happened may wait for a transaction of others'
+_REFUSED: Final = (InvalidExperiment, InvalidValue, QueueFull)  # what is wrong with a request, not with the run
 
 Ending = Literal["completed", "interrupted", "failed"]
 Mode = Literal["running", "draining", "killing", "paused"]
@@ -113,6 +120,7 @@ class _Trial:
     adopted: bool = False  # it was begun by a coordinator that died
     started: bool = False
     since: float = 0.0
+    began_s: float = 0.0  # by the clock, as lanes count
     phase: str = ""
     events: int = 0
     memory_bytes: int | None = None
@@ -134,30 +142,43 @@ class Coordinator:
         artifacts: Mapping[str, Unpacked] | None = None,
         images: Mapping[str, str] | None = None,
         answers: Mapping[str, Answer] | None = None,
+        keep_open: bool = False,
     ) -> None:
-        self.store, self.experiment, self.backend = store, experiment, backend
-        self._artifacts = artifacts or {}  # by variant
-        self._images = images or {}  # what each name was at the start of the run
-        self._answers = answers or {}  # by trial, where they are graded instead of what an agent leaves
-        self._run_id = store.run().run_id
-        self._graders = Graders(experiment, store.folder, self._images)
-        self._callbacks = list(callbacks)
+        """`artifacts`, `images`, `answers`: see `Dispatches`. `keep_open`: wait for more tasks until it is stopped."""
+        self.store, self.backend = store, backend
         self._clock = clock or MonotonicClock()
+        self.ledger = Ledger(store, experiment, self._clock.now_s)
+        self._dispatches = Dispatches(
+            self.ledger.experiment, store.folder, store.run().run_id, artifacts or {}, images or {}, answers or {}
+        )
+        self._callbacks = list(callbacks)
         self._at = at
-        self._tasks = {task.id: task for task in experiment.tasks}
-        self._variants = {variant.id: variant for variant in experiment.variants}
-        self._limits_for = functools.cache(lambda timeout_s, variant_id: self._resolve(timeout_s, variant_id))
-        self._hidden = (*hidden_from_agents(experiment), store.folder)  # and what other trials left
+        self._keep_open = keep_open
         self._policy = RetryPolicy(experiment.design.infra_retries)
+        self._metrics = Metrics(experiment.design.queue.alerts, self._tags, self._clock.now_s())
+        self._watermarks = Watermarks(experiment.design.queue)
+        self._notes: list[tuple[str, dict[str, Any]]] = []  # events that wait for the next transaction
+        self._notes_due_s: float | None = None
+        self._thread: int | None = None
         self._trials: dict[int, _Trial] = {}
         self._mode: Mode = "running"
         self._reason = ""
+        self._over = False  # its duration has passed, and what was in flight has been told to end
         self._began_s = 0.0  # when the run's time began
         self._paused_s: float | None = None  # since when it stands still, and what runs with it
         self._stop_until_s: float | None = None
         self._awake: list[str] = []  # trials that a pause did not reach
         self._task_so_far: list[TrialCompletion] = []
         self._control: ControlServer | None = None
+
+    @property
+    def experiment(self) -> Experiment:
+        """With the tasks that were added to the run."""
+        return self.ledger.experiment
+
+    @property
+    def board(self) -> Board:
+        return self.ledger.board
 
     @property
     def mode(self) -> Mode:
@@ -177,10 +198,23 @@ class Coordinator:
         self._mode, self._reason = "killing", reason
         self.backend.wake()
 
+    def submit(self, tasks: Iterable[Task | Mapping[str, Any]], inputs: Mapping[str, str] | None = None) -> Submitted:
+        """Add tasks to the run, from any thread: they are on the disk when this returns. See `Ledger.submit`.
+
+        `inputs`: digests of what they name; see `runs.submit`, which adds tasks to a run by its folder.
+        """
+        given = [one if isinstance(one, Task) else Task.model_validate(one) for one in tasks]
+        if threading.get_ident() == self._thread:
+            return self._submit(given, inputs or {})
+        return submitted_by(
+            ask(self.store.folder, do="submit", tasks=[one.model_dump(mode="json") for one in given], inputs=inputs)
+        )
+
     # --- the loop ---
 
     def run(self) -> RunEnd:
         """Until the run is completed, stopped, or cannot go on. What then still runs ends with the backend."""
+        self._thread = threading.get_ident()
         try:
             with one_error(self.store.folder):
                 self._control = ControlServer(self.store.folder, self.backend.wake)
@@ -202,7 +236,11 @@ class Coordinator:
             self._control.close()
         with contextlib.suppress(StoreFull):  # the next `continue` finds the run as it was left
             survivors = sorted({*self._awake, *(ticket.trial_id for ticket in self._tickets())})
-            self.store.set_control(end.status, reason=end.reason, used_s=self._used_s(), survivors=survivors)
+            with self.store.batch():
+                self._write_notes()
+                self.store.set_control(
+                    end.status, reason=end.reason, used_s=self._used_s(), survivors=survivors, last=self.figures()
+                )
             self._call("on_run_end", end)
 
     def _run(self) -> RunEnd:
@@ -212,12 +250,14 @@ class Coordinator:
         while True:
             self._obey_requests()
             wake_s = self._turn()
-            if self.board.done:
+            if self.board.done and not (self._keep_open and self._mode in ("running", "paused")):
                 return RunEnd("completed")
             if self._mode in ("draining", "killing"):
                 if not self.board.in_flight:
                     return RunEnd("interrupted", self._reason)
                 wake_s = self._let_end()
+            elif self.board.stuck and not self._keep_open:
+                return RunEnd("interrupted", self._why_stuck())
             left_s = None if wake_s is None else max(0.0, wake_s - self._clock.now_s())
             if left_s == 0 and self._stop_until_s is not None:
                 return RunEnd("interrupted", f"{self._reason}; not all of it could be killed in {STOP_S:g} s")
@@ -226,30 +266,24 @@ class Coordinator:
 
     def _recover(self) -> None:
         """Take up what was committed, what has ended, and what still runs."""
-        store = self.store
-        slots, commits, since = tuple(store.slots()), list(store.commits()), store.active_since()
+        store, commits = self.store, self.ledger.commits
+        since = store.active_since()
         active = [one for one, _ in since]
         for attempt in store.attempts(len(commits)):
             trial = self._trials.setdefault(attempt.schedule_idx, _Trial())
             trial.attempt = max(trial.attempt, attempt.attempt)
-            if attempt.counted or attempt.status is Status.RATE_LIMITED:
+            slot = self.board.slots[attempt.schedule_idx]
+            before = attempt.attempt <= self.ledger.forgiven.get(derive_trial_id(slot), 0)
+            if (attempt.counted or attempt.status is Status.RATE_LIMITED) and not before:
                 trial.ended[attempt.status] += 1
+        now_s = self._clock.now_s()
         for one, started_at in since:
             trial = self._trials.setdefault(one.slot.schedule_idx, _Trial())
-            trial.attempt, trial.adopted, trial.since = one.attempt, True, started_at
-        self._began_s = self._clock.now_s() - _used_before_s(store.control(), commits)
-        design, memory = self.experiment.design, memory_of(self.experiment)
-        self.board = Board(
-            slots,
-            self._tasks,
-            self._variants,
-            design,
-            lambda slot: memory,
-            design.memory_budget or int(psutil.virtual_memory().total * _BUDGET_SHARE),
-            start_s=self._began_s,
-            committed=[commit.status for commit in commits],
-            active=[one.slot.schedule_idx for one in active],
-        )
+            trial.attempt, trial.adopted, trial.since, trial.began_s = one.attempt, True, started_at, now_s
+            self.ledger.lanes.adopt(one.slot.variant_id)
+            self._metrics.adopted(one.trial_id, one.slot.variant_id, max(0.0, time.time() - started_at), now_s)
+        self._began_s = self.ledger.began_s
+        self._metrics.set_capacity(self.backend.capacity(), now_s)
         self._take_up_task(commits)
         self._at("adopting")
         self._adopt(active)
@@ -297,6 +331,10 @@ class Coordinator:
                 tickets += [self._dispatch(idx) for idx in decisions.dispatch]
                 if not decisions.dispatch and not decisions.skip:
                     break
+            self._watch()
+            if committed or tickets or (self._notes_due_s is not None and self._notes_due_s <= self._clock.now_s()):
+                self._write_notes()
+                self.ledger.save_lanes()
         if committed:
             self._at("committed")
         if tickets:
@@ -307,83 +345,65 @@ class Coordinator:
             self._at("begun")
         for completion in committed:
             self._announce(completion)
-        return decisions.wake_s
+        wakes = (decisions.wake_s, self._metrics.next_check_s(), self._notes_due_s)
+        return min((wake_s for wake_s in wakes if wake_s is not None), default=None)
 
     def _decide(self) -> Decisions:
         if self._mode != "running":
             return Decisions()
         now_s = self._clock.now_s()
         self.board.advance(now_s)
-        decisions = decide(self.board, now_s, self.backend.capacity())
+        decisions = decide(self.board, self.ledger.lanes, now_s, self.backend.capacity())
         for warning in decisions.warnings:
             self.board.capacity_warned = True
             self.store.event("warning", text=warning)
+        if self.board.ends_s is not None and now_s >= self.board.ends_s and not self._over:
+            self._over = True
+            for ticket in self._tickets():
+                self.backend.stop(ticket, OVER)
         return decisions
+
+    def _watch(self) -> None:
+        """Tell what a person should look at: of how much waits, and of what has not gone well."""
+        now_s = self._clock.now_s()
+        self._metrics.set_depth(self.board.depth, now_s)
+        for alert in self._metrics.check(now_s):
+            self.store.event("alert", **alert)
+        for pressure in self._watermarks.update(self.board.depth):
+            self.store.event("queue_filling", **pressure._asdict())
+
+    def _note(self, kind: str, **data: Any) -> None:
+        """Note what happened to a trial: it is written with what happens next, or a little later by itself."""
+        self._notes.append((kind, data))
+        if self._notes_due_s is None:
+            self._notes_due_s = self._clock.now_s() + _NOTE_S
+
+    def _write_notes(self) -> None:
+        for kind, data in self._notes:
+            self.store.event(kind, **data)
+        self._notes, self._notes_due_s = [], None
 
     def _dispatch(self, idx: int) -> WorkerTicket:
         """Record it; its worker hears of it when the record is on the disk."""
         slot = self.board.slots[idx]
-        self.board.start(idx)
+        task = self.ledger.tasks[slot.task_id]
         trial = self._trials.setdefault(idx, _Trial())
         trial.attempt += 1
         folder = attempt_folder(self.store.folder, derive_trial_id(slot), trial.attempt)
-        dispatch = self._make_dispatch(slot, trial)
+        dispatch = self._dispatches.make(slot, task, trial.attempt, timeout_factor(task.protocol, trial.ended))
         trial.ticket = ticket = self.backend.submit(dispatch, folder)
         trial.adopted = trial.started = False
         trial.since, trial.phase, trial.events, trial.memory_bytes = time.time(), "", 0, None
+        trial.began_s = now_s = self._clock.now_s()
         active = ActiveTrial(
             slot=slot, trial_id=dispatch.trial_id, attempt=trial.attempt, folder=folder, worker=ticket.worker
         )
         self.store.record_dispatch(active, trial.since)
+        waited_s = max(0.0, now_s - self.board.submitted_s(idx))
+        self._metrics.assigned(dispatch.trial_id, slot.variant_id, waited_s, now_s)
+        self._note("assigned", trial_id=dispatch.trial_id, attempt=trial.attempt)
         self._call("on_trial_selected", slot, trial.attempt)
         return ticket
-
-    def _make_dispatch(self, slot: Slot, trial: _Trial) -> TrialDispatch:
-        task, variant = self._tasks[slot.task_id], self._variants[slot.variant_id]
-        trial_id = derive_trial_id(slot)
-        limits, variant = self._limits_for(task.protocol.timeout_s, variant.id)
-        factor = timeout_factor(task.protocol, trial.ended)
-        if factor > 1 and limits.timeout_s is not None:
-            limits = limits.model_copy(update={"timeout_s": limits.timeout_s * factor})
-        function = variant.agent.function
-        artifact = self._artifacts.get(variant.id)
-        return TrialDispatch(
-            slot=slot,
-            trial_id=trial_id,
-            attempt=trial.attempt,
-            seed=derive_seed(self.experiment.seed, trial_id),
-            task=task,
-            variant=variant,
-            limits=limits,
-            base=self.experiment.base,
-            payload=self.store.folder / FUNCTIONS / f"{function}.pkl" if isinstance(function, str) else None,
-            artifact=artifact.folder if artifact else None,
-            entrypoint=artifact.entrypoint if artifact else None,
-            out_limit=self.experiment.sandbox.out_limit,
-            run_id=self._run_id,
-            container=self._container(task),
-            grader=self._graders.of(task),
-            answer=self._answers.get(trial_id),
-        )
-
-    def _container(self, task: Task) -> ContainerSpec | None:
-        settings = self.experiment.sandbox
-        if settings.kind != "docker":
-            return None
-        image = task.image or settings.image or ""
-        return ContainerSpec(
-            image=image,
-            image_id=self._images.get(image),
-            user=settings.user,
-            network=settings.network,
-            read_only=settings.read_only,
-            runtime=settings.runtime,
-        )
-
-    def _resolve(self, timeout_s: float | None, variant_id: str) -> tuple[Limits, Variant]:
-        """Once for each variant and timeout: thousands of tasks share them."""
-        task = next(task for task in self.experiment.tasks if task.protocol.timeout_s == timeout_s)
-        return resolve(self.experiment.limits(task), self._variants[variant_id], self.experiment.base, self._hidden)
 
     # --- what the workers say ---
 
@@ -398,6 +418,8 @@ class Coordinator:
             case Started():
                 if not trial.started:
                     trial.started = True
+                    self._metrics.executing(ticket.trial_id, self._clock.now_s())
+                    self._note("executing", trial_id=ticket.trial_id, attempt=ticket.attempt)
                     self._call("on_trial_start", slot, ticket.attempt)
             case Traced(_, phase, events, memory_bytes):
                 trial.phase, trial.events, trial.memory_bytes = phase, events, memory_bytes
@@ -434,6 +456,7 @@ class Coordinator:
         completion = found.value or _lost(slot, ticket, reason or f"no completion: {found.reason}")
         no_room = self._is_no_room(completion)
         trial.ticket = None
+        self._tell_lane(slot, trial, completion)
         following = self._following(trial, completion, no_room)
         if following is None and self._is_without_engine(completion):
             self._keep(completion)
@@ -441,16 +464,40 @@ class Coordinator:
             assert completion.error is not None
             raise SandboxUnavailable(completion.error.message)
         if following is None:
+            self._metrics.finished(completion.trial_id, self._clock.now_s())
             self.board.finish(slot.schedule_idx)
             if found.value is None or slot.schedule_idx - self.board.next_to_commit < _KEPT:
                 trial.completion = completion
             self._at("finished")
             return
         self._keep(completion)
+        self._metrics.retrying(completion.trial_id, self._clock.now_s())
+        self._note("retrying", trial_id=completion.trial_id, attempt=completion.attempt, status=completion.status.value)
         self.board.requeue(slot.schedule_idx, self._clock.now_s() + following.after_s)
         self._at("requeued")
         if no_room and not trial.adopted:
             raise StoreFull(f"no room left in {self.store.folder}: free some there, then continue the run")
+
+    def _tell_lane(self, slot: Slot, trial: _Trial, completion: TrialCompletion) -> None:
+        lanes, now_s, provider = self.ledger.lanes, self._clock.now_s(), completion.provider
+        if completion.status is Status.RATE_LIMITED or (provider is not None and provider.turned_away):
+            seed = derive_seed(self.experiment.seed, f"{completion.trial_id} {completion.attempt}")
+            lanes.turned_away(
+                slot.variant_id,
+                now_s,
+                started_s=trial.began_s,
+                retry_after_s=min(completion.retry_after_s or 0.0, LONGEST_RETRY_AFTER_S),
+                jitter_s=seed / 2**32,
+            )
+            self._note("rate_limited", trial_id=completion.trial_id, retry_after_s=completion.retry_after_s)
+        lanes.end(
+            slot.variant_id,
+            now_s,
+            started_s=trial.began_s,
+            success=completion.ok,
+            tokens=provider.tokens if provider is not None else None,
+            requests=provider.requests if provider is not None else None,
+        )
 
     def _following(self, trial: _Trial, completion: TrialCompletion, no_room: bool) -> NextAttempt | None:
         """The next attempt, or None if there is to be none."""
@@ -461,7 +508,7 @@ class Coordinator:
         trial.ended[status] += 1
         return self._policy.next_attempt(
             status,
-            self._tasks[completion.slot.task_id].protocol,
+            self.ledger.tasks[completion.slot.task_id].protocol,
             trial.ended,
             seed=derive_seed(self.experiment.seed, completion.trial_id),
             retry_after_s=completion.retry_after_s,
@@ -502,21 +549,44 @@ class Coordinator:
 
     def _commit_ready(self) -> list[TrialCompletion]:
         rows: list[CommitRow] = []
+        now_s = self._clock.now_s()
         while self.board.committable:
             idx = self.board.next_to_commit
             slot = self.board.slots[idx]
             completion = self._final(slot)
             verdict = verdict_at_commit(self.board, idx, completion.status if completion else None)
+            if completion is not None and self.ledger.blocks(idx, verdict.status):
+                self._block(idx, completion)
+                break
             if completion is None or verdict.status is Status.SKIPPED:
                 completion = self._skipped(slot, verdict.reason or "")
             pruned = self.board.commit(idx, completion.status)
             if pruned is not None:
                 self.store.event("pruned", variant=pruned, after_slot=idx)
             rows.append(CommitRow(completion, is_counted(completion.status), grade_digest=completion.grade_sha256))
-        self.store.commit(rows)
+            self.ledger.observe(completion)
+            self._metrics.committed(completion, now_s)
+            kind = {Status.SUCCESS: "completed", Status.SKIPPED: "skipped"}.get(completion.status, "failed")
+            self._note(kind, trial_id=completion.trial_id, attempt=completion.attempt, status=completion.status.value)
+        if rows:
+            self.store.commit(rows)
+            self.ledger.save_queue()
         for row in rows:
             self._trials.pop(row.completion.slot.schedule_idx, None)
         return [row.completion for row in rows]
+
+    def _block(self, idx: int, completion: TrialCompletion) -> None:
+        self._keep(completion)
+        self.ledger.block(idx)
+        self.store.event("blocked", trial_id=completion.trial_id, status=completion.status.value)
+
+    def _why_stuck(self) -> str:
+        assert self.board.blocked is not None
+        trial_id = derive_trial_id(self.board.slots[self.board.blocked])
+        return (
+            f"blocked: {trial_id} failed, and others need it. Retry it (sandbox-exec dead retry) or give it up "
+            "(sandbox-exec dead drop), then continue the run"
+        )
 
     def _final(self, slot: Slot) -> TrialCompletion | None:
         """The last attempt's completion. It waited as a file: only the number of the attempt is kept in memory."""
@@ -541,7 +611,7 @@ class Coordinator:
             attempt=max(1, trial.attempt if trial else 1),
             status=Status.SKIPPED,
             phase=Phase.STAGE,
-            error=AgentError(type="Skipped", message=reason),
+            error=AgentError(type=self.ledger.skip_type(slot.schedule_idx), message=reason),
         )
 
     def _announce(self, completion: TrialCompletion) -> None:
@@ -562,6 +632,11 @@ class Coordinator:
             request = self._control.requests.get()
             try:
                 self._obey(request)
+            except _REFUSED as error:
+                request.answer(error=str(error), type=type(error).__name__)
+            except ValidationError as error:
+                faults = [str(fault) for fault in faults_of(error)]
+                request.answer(error="; ".join(faults), type=InvalidValue.__name__)
             except Exception as error:
                 request.answer(error=f"{type(error).__name__}: {error}")
                 raise
@@ -577,9 +652,37 @@ class Coordinator:
                 (self.kill if rest.get("now") else self.drain)("stopped on request")
                 request.answer(status="stopping")
             case {"do": "status"}:
-                request.answer(status=self._mode, in_flight=self.in_flight())
+                request.answer(status=self._mode, in_flight=self.in_flight(), **self.figures())
+            case {"do": "metrics"}:
+                labels = {"run": self.store.folder.name}
+                request.answer(text=prometheus(self._metrics.snapshot(self._clock.now_s()), labels))
+            case {"do": "submit", "tasks": list(tasks), **rest}:
+                given = [Task.model_validate(one) for one in tasks]
+                request.answer(submitted=self._submit(given, rest.get("inputs") or {}).model_dump(mode="json"))
+            case {"do": "purge", "filter": filter}:
+                request.answer(trials=self.ledger.purge(SlotFilter.model_validate(filter)))
+            case {"do": "retry", "slots": list(slots)}:
+                request.answer(trials=self._retry(slots))
+            case {"do": "give_up", "slot": int(slot)}:
+                self.ledger.give_up(slot)
+                request.answer(trials=[derive_trial_id(self.board.slots[slot])])
             case _:
-                request.answer(error="allowed: pause, resume, stop, status")
+                request.answer(error="allowed: pause, resume, stop, status, metrics, submit, purge, retry, give_up")
+
+    def _submit(self, tasks: Sequence[Task], inputs: Mapping[str, str]) -> Submitted:
+        submitted = self.ledger.submit(tasks, inputs)
+        self._dispatches.add([self.ledger.tasks[one] for one in submitted.tasks], images_in(inputs))
+        self._metrics.submitted(submitted.trials)
+        self._at("submitted")
+        return submitted
+
+    def _retry(self, slots: Sequence[int]) -> dict[str, str]:
+        blocked = self.board.blocked
+        done = self.ledger.retry(slots)
+        if blocked in slots and blocked in self._trials:
+            self._trials[blocked].ended.clear()
+            self._trials[blocked].completion = None
+        return done
 
     def _pause(self, request: Request) -> None:
         """Stop dispatching first, then freeze what runs. Who does not freeze in time ends the run as interrupted."""
@@ -636,6 +739,20 @@ class Coordinator:
         now_s = self._clock.now_s() if self._paused_s is None else self._paused_s
         return max(0.0, now_s - self._began_s)
 
+    def figures(self) -> dict[str, Any]:
+        """How the run does, in numbers: metrics, lanes, and what the queue has learnt."""
+        now_s = self._clock.now_s()
+        self._metrics.set_depth(self.board.depth, now_s)
+        report = getattr(self.ledger.queue, "report", None)
+        return {
+            "metrics": self._metrics.snapshot(now_s),
+            "lanes": self.ledger.lanes.status(now_s),
+            "queue": report() if report is not None else None,
+        }
+
+    def _tags(self, task_id: str) -> Sequence[str]:
+        return self.ledger.tasks[task_id].protocol.tags
+
     def in_flight(self) -> list[dict[str, Any]]:
         """What runs now, for people who watch; in the order of the schedule."""
         now = time.time()
@@ -666,59 +783,22 @@ class Coordinator:
                 self.store.event("callback_failed", text=text)
 
 
-def memory_of(experiment: Experiment) -> int:
-    """What a trial may hold at once: its agent, then its grader; or both, where a service is graded."""
-    agent, grading = experiment.sandbox.memory or 0, experiment.grading
-    if grading is None:
-        return agent
-    grader = grading.memory or 0
-    return agent + grader if grading.services == "keep" else max(agent, grader)
+def submitted_by(answer: Mapping[str, Any]) -> Submitted:
+    """What a coordinator answered to a submission; raises what it refused it for."""
+    if "submitted" in answer:
+        return Submitted.model_validate(answer["submitted"])
+    raise refusal(answer)
 
 
-def limits_of(experiment: Experiment, hidden: Sequence[Path] = ()) -> list[Limits]:
-    """The limits of all that an experiment will dispatch, retries with more time aside."""
-    tasks, hidden = {experiment.limits(task) for task in experiment.tasks}, (*hidden_from_agents(experiment), *hidden)
-    return [resolve(limits, variant, experiment.base, hidden)[0] for limits in tasks for variant in experiment.variants]
+def refusal(answer: Mapping[str, Any]) -> SandboxExecError:
+    """The error that a coordinator answered with."""
+    kinds = {kind.__name__: kind for kind in _REFUSED}
+    return kinds.get(answer.get("type", ""), RunNotActive)(str(answer.get("error", "the coordinator said nothing")))
 
 
 def is_counted(status: Status) -> bool:
     """Whether an attempt that ended so is the agent's own, and so in the history."""
     return status.blame not in (Blame.INFRA, Blame.PROVIDER, Blame.RUN)
-
-
-def resolve(limits: Limits, variant: Variant, base: Path, hidden: Sequence[Path] = ()) -> tuple[Limits, Variant]:
-    """Words of a command, and modules, that are files beside the experiment are shown to the agent; no other there.
-
-    What belongs to the grading is hidden, unless the agent's own command or the experiment shows it by name.
-    """
-    agent = variant.agent
-    shown: list[Path] = []
-    if agent.command is not None:
-        words = []
-        for word in agent.command:
-            path = base / word
-            beside = word and not word.startswith("-") and os.path.isfile(path)  # which a word of any length may be
-            words.append(str(path) if beside else word)
-            if beside:
-                shown.append(path)
-        variant = variant.model_copy(update={"agent": agent.model_copy(update={"command": tuple(words)})})
-    elif agent.python is not None:
-        top = agent.python.partition(":")[0].split(".")[0]
-        shown = [path for path in (base / f"{top}.py", base / top) if path.exists()]
-    if shown:
-        limits = limits.model_copy(update={"readable": tuple(dict.fromkeys([*limits.readable, *shown]))})
-    unseen = [path for path in hidden if path not in limits.readable]
-    if unseen:
-        limits = limits.model_copy(update={"hidden": tuple(dict.fromkeys([*limits.hidden, *unseen]))})
-    return limits, variant
-
-
-def _used_before_s(control: Control, commits: Sequence[Committed]) -> float:
-    """What the coordinators before us used. One that was killed worked at least until its last commit."""
-    used_s = float(control.metadata.get("used_s", 0.0))
-    if control.status == "running" and commits:
-        used_s += max(0.0, commits[-1].committed_at - control.changed_at)
-    return used_s
 
 
 def _lost(slot: Slot, ticket: WorkerTicket, reason: str) -> TrialCompletion:

@@ -44,8 +44,12 @@ class RunNotActive(SandboxExecError):
     """No coordinator holds this run, so there is nobody to steer; the message says how to start one."""
 
 
+class QueueFull(SandboxExecError):
+    """A run has no room for what was submitted; nothing of it was taken. Try again when trials have ended."""
+
+
 class ProtocolFault(SandboxExecError):
-    """A backend broke the worker boundary, for instance with an event for a ticket that it never got.
+    """A backend or a queue broke its protocol, for instance with an event for a ticket that it never got.
 
     What it says can no longer be believed: it is quarantined, and the run has failed.
     """

@@ -127,9 +127,13 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
     said["variants"] = [one["id"] for one in said["variants"]]  # their order is the schedule's
     for name in ("name", "seed", "tasks", "variants", "design", "sandbox", "grading"):
         digests[f"the experiment's {name}"] = json_digest(said.get(name) or None)
-    for path in sorted({*_input_files(frozen)}):
-        digests[_relative(path, frozen.base)] = path_digest(path)
-    return digests
+    return digests | file_digests(frozen)
+
+
+def file_digests(experiment: Experiment) -> dict[str, str]:
+    """Return the digest of every file and folder that the experiment names."""
+    paths = sorted({*_input_files(experiment)})
+    return {_relative(path, experiment.base): path_digest(path) for path in paths}
 
 
 def changed_inputs(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -32,9 +32,11 @@ from sandbox_exec.contracts import (
     derive_trial_id,
 )
 from sandbox_exec.contracts.experiment import MAX_SLOTS, shown, told
+from sandbox_exec.contracts.queue import QueueSettings
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.experiment import load_experiment, load_grading, without_repeats
 from sandbox_exec.graders import FUNCTIONS
+from sandbox_exec.ledger import experiment_of
 from sandbox_exec.report import TagReport, VariantReport, report_of
 from sandbox_exec.runs import RUNS, RunSummary, answers_of, make_run, new_run_id, work_at
 from sandbox_exec.store import RunStore, attempt_folder, read_completion
@@ -64,7 +66,7 @@ def grade_run(
     """
     run = Path(os.path.abspath(folder))
     with RunStore.open(run, write=False) as store:
-        experiment = Experiment.model_validate_json(store.run().experiment_json)
+        experiment = experiment_of(store)
         commits, slots = list(store.commits()), list(store.slots())
     base = experiment.base
     if isinstance(grading, GradingSettings):
@@ -304,8 +306,10 @@ def _without_agents(experiment: Experiment, settings: GradingSettings | None, ba
         if own is None and settings is None:
             raise InvalidValue(f"task {task.id!r} has no grading: name one with --with")
         fields: dict[str, Any] = {"depends_on": (), "chain": None, "workspace": None, "reference": None, "grading": own}
+        fields["protocol"] = task.protocol.model_copy(update={"serial": None})
         tasks.append(task.model_copy(update=fields))
-    design = experiment.design.model_copy(update={"prune_after_failures": None, "max_duration_s": None})
+    whole = {"prune_after_failures": None, "max_duration_s": None, "order": "sequential", "queue": QueueSettings()}
+    design = experiment.design.model_copy(update=whole)
     return Experiment(
         name=experiment.name,
         seed=experiment.seed,

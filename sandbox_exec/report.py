@@ -33,8 +33,9 @@ from pydantic import Field
 from sandbox_exec.contracts import Blame, Contract, Experiment, Isolation, Status, derive_seed
 from sandbox_exec.experiment import json_digest
 from sandbox_exec.figures import Z, clustered_mean, paired_bootstrap, pass_at_k, percentiles, wilson
+from sandbox_exec.ledger import experiment_of
 from sandbox_exec.store import RunStore
-from sandbox_exec.store.db import Run
+from sandbox_exec.store.db import Progress, Run
 
 EXAMPLES: Final = 2  # trials that are named for each group of failures
 MAX_MESSAGE: Final = 200  # characters of a failure's message
@@ -49,11 +50,15 @@ _READ_MESSAGE: Final = 1000  # characters of a message that are looked at: agent
 _MIN_ID: Final = 3  # characters of a task's id that is looked for in messages; "a" is in all of them
 
 # One statement is one snapshot. What was committed of a skipped slot is no attempt, though it may have had some.
-_QUERY: Final = """
+# Of a trial that was retried, the last try that is committed counts.
+_SUPERSEDED: Final = """
+    SELECT r.retry_of FROM schedule r JOIN commits d ON d.schedule_idx = r.schedule_idx WHERE r.retry_of IS NOT NULL"""
+_QUERY: Final = f"""
     SELECT s.trial_id, s.variant_id, s.task_id, c.status, c.error_type, c.grade, a.completion
     FROM commits c
     JOIN schedule s ON s.schedule_idx = c.schedule_idx
     LEFT JOIN attempts a ON a.schedule_idx = c.schedule_idx AND a.attempt = c.attempt AND c.status != 'skipped'
+    WHERE c.schedule_idx NOT IN ({_SUPERSEDED})
     ORDER BY c.schedule_idx"""
 
 
@@ -211,13 +216,18 @@ class Report(Contract):
 def report_of(folder: Path) -> Report:
     """Return the report of the run in `folder`, which may be worked at meanwhile. Raises `InvalidValue` without one."""
     with RunStore.open(folder, write=False) as store:
-        run = store.run()
+        run, progress = store.run(), store.progress()
         read = _Read()
         trials = [read.trial(*row) for row in store.query(_QUERY)]
-        scheduled = dict(store.query("SELECT variant_id, count(*) FROM schedule GROUP BY variant_id"))
+        scheduled = dict(
+            store.query(
+                f"""SELECT variant_id, count(*) FROM schedule WHERE schedule_idx NOT IN ({_SUPERSEDED})
+                    GROUP BY variant_id"""
+            )
+        )
         noted = store.query("SELECT data FROM events WHERE kind = 'pruned'")
         pruned = sorted({json.loads(data)["variant"] for (data,) in noted})
-    experiment = Experiment.model_validate_json(run.experiment_json)
+        experiment = experiment_of(store)
     judged = [*_judged(trials)]
     by_variant: dict[str, list[_Verdict]] = {variant.id: [] for variant in experiment.variants}
     for one in judged:
@@ -226,9 +236,9 @@ def report_of(folder: Path) -> Report:
     failures = read.failures()
     return Report(
         run_id=run.run_id,
-        finished=len(trials) == run.slots,
-        slots=run.slots,
-        committed=len(trials),
+        finished=progress.committed == progress.slots,
+        slots=progress.slots,
+        committed=progress.committed,
         variants=tuple(
             _variant(variant_id, scheduled.get(variant_id, 0), found, experiment.design.repeats)
             for variant_id, found in by_variant.items()
@@ -238,7 +248,7 @@ def report_of(folder: Path) -> Report:
         failures=failures[:MAX_GROUPS],
         conditions=read.conditions(run, experiment),
         notes=(
-            *_notes(run, experiment, judged, comparisons, pruned),
+            *_notes(progress, experiment, judged, comparisons, pruned),
             *(
                 [f"There are {len(failures)} kinds of failures: the rarest are not listed."]
                 * (len(failures) > MAX_GROUPS)
@@ -611,17 +621,19 @@ def _paired(first: Mapping[str, float], second: Mapping[str, float], seed: int) 
 
 
 def _notes(
-    run: Run,
+    progress: Progress,
     experiment: Experiment,
     judged: Sequence[_Verdict],
     comparisons: Sequence[Comparison],
     pruned: Sequence[str],
 ) -> Iterator[str]:
-    if len(judged) < run.slots:
+    if progress.committed < progress.slots:
         yield (
-            f"The run is not finished: {len(judged)} of {run.slots} trials are committed, in the schedule's order, "
+            f"The run is not finished: {progress.committed} of {progress.slots} trials are committed, in the schedule's order, "
             "so what comes later in it is not among them."
         )
+    if len(judged) < progress.committed:
+        yield f"Trials that were retried, of which the last try counts: {progress.committed - len(judged)}."
     if not any(one.trial.score is not None for one in judged):
         yield "No trial has a grade: there is no pass rate and no score."
         return

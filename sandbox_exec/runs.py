@@ -27,26 +27,29 @@ from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.containment import require
 from sandbox_exec.contracts import Answer, Contract, Experiment, Rung, Slot, Status
 from sandbox_exec.control import ask
-from sandbox_exec.coordinator import Coordinator, Ending, RunCallback, limits_of
+from sandbox_exec.coordinator import Coordinator, Ending, RunCallback
+from sandbox_exec.dispatching import IMAGE, images_in, limits_of
 from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, InvalidValue, RunNotActive, SandboxUnavailable
 from sandbox_exec.experiment import (
     MISSING,
     changed_inputs,
     check_files,
+    file_digests,
     freeze_functions,
     input_digests,
     load_experiment,
 )
 from sandbox_exec.graders import FUNCTIONS, hidden_from_agents, images_of, limits_of_graders
 from sandbox_exec.guest.view import remove_scratch
+from sandbox_exec.ledger import QUEUE, with_submitted
+from sandbox_exec.orders import make_queue
 from sandbox_exec.sandbox import reaper
 from sandbox_exec.sandbox.provider import chosen
 from sandbox_exec.sandbox.reaper import Reaped
-from sandbox_exec.schedule.slots import expand
+from sandbox_exec.schedule.queues import number
 from sandbox_exec.store import RunStore, holder, write_atomic
 from sandbox_exec.store.db import DB_NAME
 
-_IMAGE: Final = "image "  # what the names of images begin with among a run's inputs
 ARTIFACTS: Final = "artifacts"  # in the run's folder: the unpacked agents, by the digest of their archive
 ANSWERS: Final = "answers.json"  # in the run's folder, if it only grades: by trial, the archive to grade
 RUNS: Final = "runs"  # where runs are, beside where they are started
@@ -119,6 +122,11 @@ class RunStatus(Contract):
     by_status: Mapping[Status, int]
     in_flight: tuple[InFlight, ...]
     last_failures: tuple[Failure, ...] = Field(description="The latest committed ones, latest last.")
+    metrics: Mapping[str, Any] | None = Field(
+        description="Depth, waits, throughput, failure rates and alerts; of the last coordinator, if none works at it."
+    )
+    lanes: Mapping[str, Any] | None = Field(description="By name, how each lane stands.")
+    queue: Any = Field(description="What the queue has learnt: for order adaptive, the ability of each variant.")
 
 
 def run(
@@ -131,6 +139,7 @@ def run(
     callbacks: Iterable[RunCallback] = (),
     backend: WorkerBackend | None = None,
     on_ready: Callable[[Coordinator], None] | None = None,
+    keep_open: bool = False,
 ) -> RunSummary:
     """Make a run of an experiment, or of the file that holds one, and work at it until it ends.
 
@@ -140,7 +149,8 @@ def run(
     containment: "auto", or a rung by name, to use a weaker one.
     callbacks: told what happens, in the thread that calls this.
     backend: where trials run; by default processes of this machine. It is closed at the end, as that would be.
-    on_ready: given the coordinator before the first trial: `drain` and `kill` may be called from anywhere.
+    on_ready: given the coordinator before the first trial: `drain`, `kill` and `submit` may be called from anywhere.
+    keep_open: when all is done, wait for more tasks to be submitted, until the run is stopped.
 
     Ctrl-C is KeyboardInterrupt, as everywhere: what is in flight is killed, and the run can be continued.
     Raises `InvalidExperiment`, `InvalidValue` and `SandboxUnavailable` before there is a run. What goes wrong with the
@@ -153,22 +163,24 @@ def run(
     _check_run(experiment, workers, containment, backend)
     _check_artifacts(experiment)
     run_id = _checked_id(run_id) if run_id is not None else new_run_id(experiment.name)
-    store, frozen = make_run(experiment, Path(os.path.abspath(runs)) / run_id, expand(experiment))
-    return _work(store, frozen, workers, containment, callbacks, backend, on_ready)
+    store, frozen = make_run(experiment, Path(os.path.abspath(runs)) / run_id)
+    return _work(store, frozen, workers, containment, callbacks, backend, on_ready, keep_open)
 
 
 def make_run(
     experiment: Experiment,
     folder: Path,
-    slots: Sequence[Slot],
+    slots: Sequence[Slot] | None = None,
     functions: Mapping[str, bytes] | None = None,
     answers: Mapping[str, Answer] | None = None,
 ) -> tuple[RunStore, Experiment]:
     """Make the folder of a run, with all that it needs to be continued, and return it with the frozen experiment.
 
-    `functions`: pickles that the experiment names by their digests. `answers`: by trial, archives to grade instead of
-    running agents.
+    `slots`: the schedule, where it is not the one that the experiment's queue makes of its tasks. `functions`: pickles
+    that the experiment names by their digests. `answers`: by trial, archives to grade instead of running agents.
     """
+    queue = make_queue(experiment)
+    slots = number(queue.submit(experiment.tasks)) if slots is None else slots
     frozen, own = freeze_functions(experiment)
     digests = {**input_digests(frozen), **_image_digests(frozen)}
     if (folder / DB_NAME).exists():
@@ -184,7 +196,8 @@ def make_run(
             for trial_id, answer in answers.items()
         }
         write_atomic(folder / ANSWERS, json.dumps(there).encode())
-    return RunStore.create(folder, folder.name, frozen.model_dump_json(), slots, digests), frozen
+    state = {QUEUE: queue.snapshot()}
+    return RunStore.create(folder, folder.name, frozen.model_dump_json(), slots, digests, state=state), frozen
 
 
 def work_at(store: RunStore, experiment: Experiment, **how: Any) -> RunSummary:
@@ -196,7 +209,7 @@ def work_at(store: RunStore, experiment: Experiment, **how: Any) -> RunSummary:
         store.close()
         raise
     callbacks, backend, on_ready = how.pop("callbacks", ()), how.pop("backend", None), how.pop("on_ready", None)
-    return _work(store, experiment, workers, containment, callbacks, backend, on_ready)
+    return _work(store, experiment, workers, containment, callbacks, backend, on_ready, False)
 
 
 def continue_run(
@@ -207,6 +220,7 @@ def continue_run(
     callbacks: Iterable[RunCallback] = (),
     backend: WorkerBackend | None = None,
     on_ready: Callable[[Coordinator], None] | None = None,
+    keep_open: bool = False,
 ) -> RunSummary:
     """Work at what is not committed of the run in `folder`, as `run` does; nothing, if it is completed.
 
@@ -217,13 +231,13 @@ def continue_run(
     try:
         experiment = Experiment.model_validate_json(store.run().experiment_json)
         progress = store.progress()
-        if progress.committed < progress.slots:
+        if progress.committed < progress.slots or keep_open:
             _check_unchanged(store, experiment)
-            _check_run(experiment, workers, containment, backend)
+            _check_run(with_submitted(store, experiment), workers, containment, backend)
     except BaseException:
         store.close()
         raise
-    return _work(store, experiment, workers, containment, callbacks, backend, on_ready)
+    return _work(store, experiment, workers, containment, callbacks, backend, on_ready, keep_open)
 
 
 def new_run_id(name: str) -> str:
@@ -258,6 +272,7 @@ def status_of(folder: PathLike) -> RunStatus:
         if owner is None and status in ("created", "running", "paused"):
             status, reason = "interrupted", "its coordinator is gone"
         known = {one["trial_id"]: one for one in live.get("in_flight", ())}
+        figures = live or control.metadata.get("last") or {}
         now = time.time()
         in_flight = [
             InFlight(
@@ -285,6 +300,9 @@ def status_of(folder: PathLike) -> RunStatus:
             by_status=progress.by_status,
             in_flight=tuple(in_flight),
             last_failures=_last_failures(store, progress.committed, progress.by_status),
+            metrics=figures.get("metrics"),
+            lanes=figures.get("lanes"),
+            queue=figures.get("queue"),
         )
 
 
@@ -299,31 +317,39 @@ def _work(
     callbacks: Iterable[RunCallback],
     backend: WorkerBackend | None,
     on_ready: Callable[[Coordinator], None] | None,
+    keep_open: bool,
 ) -> RunSummary:
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(store)
         slots, committed = store.progress().slots, store.progress().committed
-        artifacts = _unpack_artifacts(store.folder, experiment) if committed < slots else {}
+        to_do = committed < slots or keep_open
+        artifacts = _unpack_artifacts(store.folder, experiment) if to_do else {}
         answers = answers_of(store.folder)
-        images = {
-            name.removeprefix(_IMAGE): digest
-            for name, digest in store.run().digests.items()
-            if name.startswith(_IMAGE) and digest != MISSING
-        }
-        if backend is None and committed < slots:
+        images = images_in({**store.run().digests, **store.inputs()})
+        if backend is None and to_do:
             if experiment.sandbox.kind != "docker":
                 reaper.reap_folders()
             elif (why_not := sweep().no_engine) != "":
                 raise SandboxUnavailable(why_not)
         if backend is None:
-            experiment = _at_once(experiment, min(workers or experiment.design.max_concurrency, slots))
-            backend = _local_backend(experiment, containment, store.folder)
+            at_once = workers or experiment.design.max_concurrency
+            # More may come than the schedule has now, where it grows.
+            grows = keep_open or experiment.design.order == "adaptive"
+            experiment = _at_once(experiment, at_once if grows else min(at_once, slots))
+            backend = _local_backend(with_submitted(store, experiment), containment, store.folder)
         elif workers is not None:
             experiment = _at_once(experiment, workers)
         stack.callback(backend.close)
         coordinator = Coordinator(
-            store, experiment, backend, callbacks=callbacks, artifacts=artifacts, images=images, answers=answers
+            store,
+            experiment,
+            backend,
+            callbacks=callbacks,
+            artifacts=artifacts,
+            images=images,
+            answers=answers,
+            keep_open=keep_open,
         )
         if on_ready is not None:
             on_ready(coordinator)
@@ -357,7 +383,7 @@ def _image_digests(experiment: Experiment) -> dict[str, str]:
         return {}
     from sandbox_exec.images import resolve
 
-    return {f"{_IMAGE}{name}": found or MISSING for name, found in resolve(sorted(images_of(experiment))).items()}
+    return {f"{IMAGE}{name}": found or MISSING for name, found in resolve(sorted(images_of(experiment))).items()}
 
 
 def sweep(*, everything: bool = False) -> Reaped:
@@ -490,11 +516,13 @@ def _checked_id(run_id: str) -> str:
 
 
 def _check_unchanged(store: RunStore, experiment: Experiment) -> None:
-    old, images = store.run().digests, _image_digests(experiment)
+    old = {**store.run().digests, **store.inputs()}
+    now = with_submitted(store, experiment)
+    images = _image_digests(now)
     # An image that was not there may have been built since: its trials that ran have failed, and the others can run.
     known = {name: digest for name, digest in images.items() if old.get(name, MISSING) != MISSING}
-    inputs = {name: digest for name, digest in old.items() if name in known or not name.startswith(_IMAGE)}
-    changes = changed_inputs(inputs, {**input_digests(experiment), **known})
+    inputs = {name: digest for name, digest in old.items() if name in known or not name.startswith(IMAGE)}
+    changes = changed_inputs(inputs, {**input_digests(experiment), **file_digests(now), **known})
     for variant in experiment.variants:
         digest = variant.agent.function
         if isinstance(digest, str) and not _is_intact(_function_file(store.folder, digest), digest):

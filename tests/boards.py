@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sandbox_exec.contracts.experiment import Design
 from sandbox_exec.contracts.status import Status
 from sandbox_exec.contracts.words import AgentSpec, Slot, Task, Variant
+from sandbox_exec.contracts.experiment import Experiment
+from sandbox_exec.orders import make_queue
 from sandbox_exec.schedule.board import Board
-from sandbox_exec.schedule.scheduler import Decisions, Verdict, decide, verdict_at_commit
+from sandbox_exec.schedule.lanes import Lanes
+from sandbox_exec.schedule.queues import TaskQueue
+from sandbox_exec.schedule.scheduler import Decisions, Verdict, verdict_at_commit
+from sandbox_exec.schedule.scheduler import decide as decide_with_lanes
 
+NO_LANES = Lanes({}, ())
 AGENT = AgentSpec(command=("true",))
 
 
@@ -34,7 +40,7 @@ def board(
     *tasks: Task | str,
     variants: Sequence[Variant] = (variant("a"),),
     repeats: int = 1,
-    memory: Mapping[str, int] | None = None,
+    memory: int = 1,
     budget: int = 100,
     start_s: float = 0.0,
     committed: Sequence[Status] = (),
@@ -42,15 +48,16 @@ def board(
     max_concurrency: int = 100,
     **design: Any,
 ) -> Board:
-    """Return a board of tasks x variants x repeats. `memory` is by task, 1 where it says nothing."""
+    """Return a board of tasks x variants x repeats."""
     rows = [task(each) if isinstance(each, str) else each for each in tasks]
-    ceilings = memory or {}
+    settings = Design(max_concurrency=max_concurrency, **design)
     return Board(
         schedule(rows, variants, repeats),
         {row.id: row for row in rows},
         {each.id: each for each in variants},
-        Design(max_concurrency=max_concurrency, **design),
-        lambda slot: ceilings.get(slot.task_id, 1),
+        settings,
+        queue_of(rows, variants, settings),
+        memory,
         budget,
         start_s=start_s,
         committed=committed,
@@ -58,18 +65,24 @@ def board(
     )
 
 
+def queue_of(tasks: Sequence[Task], variants: Sequence[Variant], design: Design) -> TaskQueue:
+    return make_queue(Experiment(name="e", tasks=tasks or [task("none")], variants=variants, design=design))
+
+
+def decide(board: Board, now_s: float, capacity: int) -> Decisions:
+    """Decide without lanes."""
+    return decide_with_lanes(board, NO_LANES, now_s, capacity)
+
+
 def dispatched(board: Board, now_s: float = 0.0, capacity: int = 100) -> list[int]:
     """Start what may start now, and return it."""
     board.advance(now_s)
-    decisions = decide(board, now_s, capacity)
-    for idx in decisions.dispatch:
-        board.start(idx)
-    return list(decisions.dispatch)
+    return list(decide(board, now_s, capacity).dispatch)
 
 
 def skip_all(board: Board, now_s: float = 0.0) -> Decisions:
     """Skip what is to be skipped now, and return the decisions."""
-    decisions = decide(board, now_s, 100)
+    decisions = decide(board, now_s, 0)
     for idx, reason in decisions.skip:
         board.skip(idx, reason)
     return decisions

@@ -16,8 +16,9 @@ from sandbox_exec.backends.base import WorkerBackend
 from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.contracts import Slot, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
-from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd, limits_of
-from sandbox_exec.schedule.slots import expand
+from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
+from sandbox_exec.dispatching import limits_of
+from sandbox_exec.testing import expand
 from sandbox_exec.store import RunStore, history, read_completion
 from sandbox_exec.testing import ManualClock, Play, ScriptedBackend
 

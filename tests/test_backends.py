@@ -44,7 +44,7 @@ from sandbox_exec.contracts import (
     TrialDispatch,
     derive_trial_id,
 )
-from sandbox_exec.coordinator import limits_of, resolve
+from sandbox_exec.dispatching import limits_of, resolve
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.guest import wire
 from sandbox_exec.sandbox import owners

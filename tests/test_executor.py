@@ -16,6 +16,7 @@ from sandbox_exec.contracts import (
     AgentSpec,
     Limits,
     Phase,
+    ProviderUse,
     Slot,
     Status,
     Task,
@@ -24,7 +25,7 @@ from sandbox_exec.contracts import (
     Variant,
     derive_trial_id,
 )
-from sandbox_exec.coordinator import resolve
+from sandbox_exec.dispatching import resolve
 from sandbox_exec.sandbox.base import Sandbox
 from sandbox_exec.sandbox.loop import Loop
 from sandbox_exec.sandbox.provider import Provider, SlotPlaces, chosen
@@ -36,7 +37,7 @@ import signal
 import sys
 import time
 
-from sandbox_exec.guest import context
+from sandbox_exec.guest import RateLimited, context
 
 OUT = os.environ.get("SANDBOX_EXEC_OUT")
 
@@ -88,6 +89,23 @@ def replaces_out(task):
 
 def infinity(task):
     return [float("inf")]
+
+
+def turned_away(task):
+    context().usage(tokens=5)
+    context().rate_limited(retry_after_s=30)
+    match task["input"]:
+        case "hangs":
+            signal.pause()
+        case "floods":
+            while True:
+                print("x" * 1000)
+        case "fills its trace":
+            context().trace("noise", text="x" * 3000)
+            context().rate_limited(retry_after_s=50)
+        case "closes its trace":
+            os.closerange(4, 100)
+    raise RateLimited(retry_after_s=40)
 """
 
 
@@ -284,6 +302,30 @@ def test_a_result_that_is_not_json_is_malformed(bench: Bench) -> None:
     assert (completion.status, bench.files()) == (Status.AGENT_ERROR, {})
     assert completion.error is not None
     assert completion.error.type == "MalformedResult"
+
+
+@pytest.mark.parametrize("does", ["raises", "fills its trace", "closes its trace"])
+def test_an_agent_that_gives_up_because_it_was_turned_away_is_heard(bench: Bench, does: str) -> None:
+    completion = bench.run(bench.dispatch("turned_away", input=does, limits=Limits(timeout_s=60.0, trace=3000)))
+    assert (completion.status, completion.exit_code) == (Status.RATE_LIMITED, 75)
+    assert completion.retry_after_s == 40.0
+    assert completion.provider == ProviderUse(tokens=5, requests=1, turned_away=1)
+
+
+@pytest.mark.parametrize(
+    ("does", "status", "limits"),
+    [
+        ("hangs", Status.TASK_TIMEOUT, Limits(timeout_s=0.3, grace_s=0.2)),
+        ("floods", Status.OUTPUT_EXCEEDED, Limits(timeout_s=60.0, output_ceiling=100_000)),
+    ],
+)
+def test_one_that_was_turned_away_and_ended_for_another_reason_is_that(
+    bench: Bench, does: str, status: Status, limits: Limits
+) -> None:
+    completion = bench.run(bench.dispatch("turned_away", input=does, limits=limits))
+    assert (completion.status, completion.retry_after_s) == (status, None)
+    if does == "floods":  # the other one may have been late before its first word
+        assert completion.provider == ProviderUse(tokens=5, requests=1, turned_away=1)
 
 
 def test_an_attempt_that_is_stopped_before_its_sandbox_is_there_is_cancelled(bench: Bench) -> None:

@@ -17,7 +17,8 @@ from sandbox_exec import Experiment, RunCallback, continue_run, run, runs
 from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.containment import Cgroups, Containment
 from sandbox_exec.contracts import Rung, Slot, Status, TrialCompletion
-from sandbox_exec.coordinator import Coordinator, limits_of
+from sandbox_exec.coordinator import Coordinator
+from sandbox_exec.dispatching import limits_of
 from sandbox_exec.errors import InvalidExperiment, InvalidValue, RunLocked, SandboxUnavailable
 from sandbox_exec.runs import RunSummary, find_run, new_run_id, status_of
 from sandbox_exec.sandbox.provider import chosen

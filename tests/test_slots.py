@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_exec.contracts import AgentSpec, Design, Experiment, Slot, Task, Variant, derive_trial_id
-from sandbox_exec.schedule.slots import expand
+from sandbox_exec.testing import expand
 
 
 def experiment(needs: dict[str, list[str]], variants: str = "v", repeats: int = 1) -> Experiment:

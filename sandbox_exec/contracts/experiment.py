@@ -272,7 +272,8 @@ class Experiment(Contract):
             if variant.lane is not None and names and variant.lane not in self.lanes:
                 text = f"there is no lane {shown(variant.lane)};{_nearest(variant.lane, names)}".rstrip(";")
                 yield Fault(("variants", idx, "lane"), text)
-            tpm = self.lanes[variant.lane].tpm if variant.lane in self.lanes else None
+            lane = self.lanes.get(variant.lane) if variant.lane is not None else None
+            tpm = lane.tpm if lane is not None else None
             if tpm is not None and variant.tokens_per_trial > tpm:
                 text = f"{variant.tokens_per_trial} tokens a trial are more than the {tpm:g} a minute of its lane"
                 yield Fault(("variants", idx, "tokens_per_trial"), text)

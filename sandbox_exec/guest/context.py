@@ -36,6 +36,19 @@ class TrialTimeout(BaseException):
     """
 
 
+class RateLimited(Exception):
+    """The provider turned the agent away, and it gives up: the trial is tried again, and this attempt does not count.
+
+    `retry_after_s`: how long the provider said to wait.
+    """
+
+    def __init__(
+        self, message: str = "the provider says to try again later", *, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 _encode = json_encoder(default=repr, allow_nan=False)
 _LONG_LINES = _thread.allocate_lock()
 
@@ -87,6 +100,14 @@ class TrialContext:
             view = memoryview(line)
             while view:
                 view = view[os.write(self._trace_fd, view) :]
+
+    def usage(self, tokens: int | None = None, requests: int = 1) -> None:
+        """Say what was had of the provider since the last time: it all adds up."""
+        self.trace("usage", tokens=tokens, requests=requests)
+
+    def rate_limited(self, retry_after_s: float | None = None) -> None:
+        """Say that the provider turned the agent away. It may go on; to give up, raise RateLimited."""
+        self.trace("rate_limited", retry_after_s=retry_after_s)
 
 
 def _finite(value: Any) -> Any:

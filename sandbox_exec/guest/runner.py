@@ -12,7 +12,7 @@ import sys
 from _pickle import loads
 from _signal import SIG_DFL, SIG_IGN, SIGPIPE, SIGTERM, SIGXFSZ, signal
 
-from .context import TrialContext, TrialTimeout, json_encoder, raise_timeout, set_context
+from .context import RateLimited, TrialContext, TrialTimeout, json_encoder, raise_timeout, set_context
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def run_call(request: dict[str, Any], payload: bytes, trace_fd: int, paused_fd: 
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         answer = _error(error)
     except BaseException as error:
+        code = os.EX_TEMPFAIL if isinstance(error, RateLimited) else 1
         answer = _error(error)
     finally:
         signal(SIGTERM, SIG_IGN)  # the answer is on its way: let it out whole
@@ -73,11 +74,16 @@ def _error(error: BaseException) -> bytes:
     except BaseException as second:  # a __str__ of the agent's that raises
         message, text = f"<{type(second).__name__} while printing it>", ""
     known = module in ("builtins", TrialTimeout.__module__)
-    said = {
+    said: dict[str, Any] = {
         "type": name if known else f"{module}.{name}",
         "message": message[:_MESSAGE],
         "traceback": text[-_TRACEBACK:],
     }
+    if isinstance(error, RateLimited):
+        try:
+            said["retry_after_s"] = float(error.retry_after_s)  # type: ignore[arg-type]  # or a header's text
+        except Exception:  # there is none, or a date: no reason to lose the rest
+            pass
     return json_encoder()({"error": said}).encode()
 
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from sandbox_exec.contracts import Limits, Task, Variant
 from sandbox_exec.contracts.experiment import Experiment
-from sandbox_exec.coordinator import resolve
+from sandbox_exec.dispatching import resolve
 from sandbox_exec.preflight.findings import Found
 from sandbox_exec.sandbox.process import base_environment
 

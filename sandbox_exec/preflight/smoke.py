@@ -30,7 +30,7 @@ from sandbox_exec.contracts import (
 )
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.contracts.words import AgentSpec
-from sandbox_exec.coordinator import resolve
+from sandbox_exec.dispatching import resolve
 from sandbox_exec.errors import SandboxUnavailable
 from sandbox_exec.experiment import freeze_functions, path_digest
 from sandbox_exec.graders import FUNCTIONS, Graders, hidden_from_agents

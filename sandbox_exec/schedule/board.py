@@ -1,45 +1,46 @@
-"""The board: how far each slot of a run is, indexed so that what may start next is found without a search.
+"""The board: how far each slot of a run is, and what holds it back.
 
 Theory of operation. The coordinator owns one board and alone changes it. A slot goes through these states:
 
-    WAITING -> QUEUED -> READY -> IN_FLIGHT -> FINISHED -> COMMITTED
-    the first three -> SKIPPED -> COMMITTED;  IN_FLIGHT -> WAITING, for another attempt
+    WAITING -> READY -> IN_FLIGHT -> FINISHED -> COMMITTED
+    the first two -> SKIPPED -> COMMITTED;  IN_FLIGHT -> WAITING, for another attempt
+    FINISHED -> BLOCKED -> WAITING or FINISHED, where a failed dependency blocks
 
 WAITING: a dependency is not committed, an earlier slot of its chain has not ended, or its time has not come.
-QUEUED: only its variant's `max_parallel_trials` holds it back. READY: nothing holds it back but what all
-share: concurrency, capacity and memory. So every READY slot could start at the same moment, and `decide` takes
-the first of them. A variant's READY and IN_FLIGHT slots together never exceed its limit; a slot that comes back
-from a delay may therefore start after that many later ones of its variant, never after more.
+READY: nothing of its own holds it back, and the run's queue has it. What holds back many at once (concurrency, memory,
+a variant's limit, a lane, a gate) is asked when the queue is: `take` gets the variants that are closed.
+
+Gates. Slots of a task with `serial: first` never see the queue: while one of them has not ended, nothing else starts,
+and they go one by one, in the order of the schedule. One with `serial: global` goes through the queue; when its turn
+has come nothing is taken any more, until all that is in flight has ended, and then until it has.
 
 Every rule points from a higher `schedule_idx` to a lower one: dependencies stand earlier in the schedule (the
 constructor refuses others), chains go in its order, commits too. The lowest slot that is not committed thus
-waits for nothing but trials in flight and the clock, which is why no board can get stuck.
+waits for nothing but trials in flight and the clock, which is why no board can get stuck, unless it is blocked.
 
 What is pruned or skipped follows from commits alone, see `scheduler.verdict_at_commit`.
-
-A further gate (a lane, say) would stand where `max_parallel_trials` stands: in `_offer` and `_release`.
-Another order of dispatch changes what READY is sorted by, and nothing else.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from sandbox_exec.contracts.experiment import Design
 from sandbox_exec.contracts.status import Blame, Status
-from sandbox_exec.contracts.words import Slot, Task, Variant
-from sandbox_exec.errors import InvalidExperiment
+from sandbox_exec.contracts.words import Cell, Slot, Task, Variant
+from sandbox_exec.errors import InvalidExperiment, ProtocolFault
+from sandbox_exec.schedule.queues import Entry, TaskQueue
 from sandbox_exec.units import format_bytes
 
 # States fit one byte of an array: there may be a hundred thousand slots, and few of them are in motion.
-_WAITING, _QUEUED, _READY, _IN_FLIGHT, _FINISHED, _SKIPPED, _COMMITTED = range(7)
-_NOT_STARTED: Final = (_WAITING, _QUEUED, _READY)
-_NAMES: Final = ("waiting", "queued", "ready", "in flight", "finished", "skipped", "committed")
+_WAITING, _READY, _IN_FLIGHT, _FINISHED, _SKIPPED, _COMMITTED, _BLOCKED = range(7)
+_NOT_STARTED: Final = (_WAITING, _READY)
+_NAMES: Final = ("waiting", "ready", "in flight", "finished", "skipped", "committed", "blocked")
 _STATUSES: Final = tuple(Status)
 _SLACK: Final = 64  # stale entries of a heap that are not worth building it anew
 _CODES: Final = {status: code for code, status in enumerate(_STATUSES)}
@@ -53,17 +54,18 @@ class Counts(NamedTuple):
     finished: int
     skipped: int
     committed: int
+    blocked: int = 0
 
 
 class _Variant:
     # What the board knows of one variant.
-    __slots__ = ("admitted", "failures", "id", "limit", "pruned", "queue", "slots")
+    __slots__ = ("failures", "id", "in_flight", "limit", "pruned", "ready", "slots")
 
-    def __init__(self, variant: Variant, slots: int) -> None:
+    def __init__(self, variant: Variant) -> None:
         self.id = variant.id
-        self.limit = variant.max_parallel_trials or slots
-        self.admitted = 0  # READY and IN_FLIGHT
-        self.queue: list[int] = []  # a heap of QUEUED slots; entries of slots that left that state are stale
+        self.limit = variant.max_parallel_trials
+        self.in_flight = 0
+        self.ready = 0
         self.slots = array("q")
         self.failures = 0  # committed one after the other, blamed on the agent
         self.pruned: str | None = None  # the reason
@@ -72,10 +74,12 @@ class _Variant:
 class Board:
     """The coordinator's view of a run's progress. Not for use from several threads.
 
-    `memory_of` gives the ceiling of a slot's trial in bytes, and is called once a slot. `start_s` is the clock
-    when the run's time began: a continued run passes the present less what was used before. `committed` has the
-    statuses of the slots committed so far, in order, and `active` the slots that were dispatched and are
-    not committed: they begin as in flight, whatever the limits.
+    `tasks_by_id` may grow before `add` is called. `memory_bytes` is the ceiling of one trial. `start_s` is the clock
+    when the run's time began: a continued run passes the present less what was used before; `submitted_s` has when
+    each slot joined, by that clock, where it was later. `committed` has the statuses of the slots committed so far,
+    in order; `active` the slots that were dispatched and are not committed: they begin as in flight, whatever the
+    limits; `withdrawn` those that must not start, and why; `blocked` the one that failed and others need; `repeat_of`
+    the repeats that retried slots stand for.
 
     Raises `InvalidExperiment` for what could never be run: a ceiling above the budget, a dependency that
     is missing or stands later in the schedule.
@@ -87,92 +91,142 @@ class Board:
         tasks_by_id: Mapping[str, Task],
         variants_by_id: Mapping[str, Variant],
         design: Design,
-        memory_of: Callable[[Slot], int],
+        queue: TaskQueue,
+        memory_bytes: int,
         budget_bytes: int,
         *,
         start_s: float = 0.0,
+        submitted_s: Sequence[float] = (),
         committed: Sequence[Status] = (),
         active: Iterable[int] = (),
+        withdrawn: Mapping[int, str] | None = None,
+        blocked: int | None = None,
+        repeat_of: Mapping[int, int] | None = None,
     ) -> None:
-        self.slots = slots
+        if memory_bytes > budget_bytes:
+            raise InvalidExperiment(
+                f"a trial may use {format_bytes(memory_bytes)} of memory, but all trials together may use "
+                f"{format_bytes(budget_bytes)}: lower sandbox.memory, or raise design.memory_budget"
+            )
+        fit = budget_bytes // memory_bytes if memory_bytes else design.max_concurrency
+        self.slots: list[Slot] = []
+        self.queue = queue
         self.max_concurrency = design.max_concurrency
+        self.most_at_once = min(design.max_concurrency, fit)
         self.ends_s = None if design.max_duration_s is None else start_s + design.max_duration_s
-        self.budget_bytes = budget_bytes
         self.in_flight: set[int] = set()
-        self.in_flight_bytes = 0
         self.doomed: dict[int, str] = {}  # not started and certain to be skipped: why
         self.next_to_commit = 0
+        self.depth: Counter[int] = Counter()  # what has not been started, by priority
+        self.full: set[str] = set()  # variants at their limit
         self.capacity_warned = False  # set by who has shown the warning about the backend's capacity
 
+        self._tasks = tasks_by_id
         self._prune_after = design.prune_after_failures
-        self._state = bytearray(len(slots))
-        self._status = bytearray(len(slots))  # of committed slots: an index of _STATUSES
-        self._counts = [len(slots), *[0] * (len(_NAMES) - 1)]
-        self._ready: list[int] = []  # a heap; entries of slots that left READY are stale, and may be double
+        self._start_s = start_s
+        self._submitted_s = array("d")
+        self._state = bytearray()
+        self._status = bytearray()  # of committed slots: an index of _STATUSES
+        self._counts = [0] * len(_NAMES)
         self._delayed: list[tuple[float, int]] = []  # a heap of (not before, slot); of slots not below: stale
         self._held: set[int] = set()
         self._reasons: dict[int, str] = {}  # of SKIPPED slots
-        self._variants = {key: _Variant(variant, len(slots)) for key, variant in variants_by_id.items()}
-        self._variant_of: list[_Variant] = [self._variants[slot.variant_id] for slot in slots]
-        self._chain_of: dict[int, deque[int]] = {}  # slots of the chain that have not ended, in order
+        self._ended: str | None = None  # why nothing more is to be run
+        self._variants = {key: _Variant(variant) for key, variant in variants_by_id.items()}
+        self._variant_of: list[_Variant] = []
+        self._chains: dict[tuple[str, str], deque[int]] = {}  # slots that have not ended, in order
+        self._chain_of: dict[int, deque[int]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}  # the slots that a slot depends on
         self._unmet: dict[int, int] = {}  # how many of them are not committed as success
         self._dependants: dict[int, list[int]] = {}
+        self._firsts: set[int] = set()  # of `serial: first`, until they have ended
+        self._first_queue: deque[int] = deque()  # in order; of those not in `_firsts`: stale
+        self._gate: int | None = None  # the slot of `serial: global` whose turn has come
+        self._alone: int | None = None  # the one that is in flight
 
-        self.memory_bytes = array("q", map(memory_of, slots))
-        self.least_bytes = min(self.memory_bytes, default=0)
-        self._index(tasks_by_id)
+        self._append(slots, submitted_s, repeat_of or {})
         for idx in range(len(committed)):
             self._move(idx, _FINISHED)
         for idx in active:
             self._expect(idx, _WAITING)
-            self._variant_of[idx].admitted += 1
             self._fly(idx)
         for idx, status in enumerate(committed):
-            self._leave_chain(idx)
+            self._leave(idx)
             self._record(idx, status)
+        for idx, reason in (withdrawn or {}).items():
+            if self._state[idx] == _WAITING:
+                self.doomed[idx] = reason
+        if blocked is not None:
+            self._leave(blocked)
+            self.block(blocked)
         for idx in range(self.next_to_commit, len(slots)):
             self._offer(idx)
 
-    def _index(self, tasks: Mapping[str, Task]) -> None:
-        wanted = {name for task in tasks.values() for name in task.depends_on}
-        place: dict[tuple[str, str, int], int] = {}
-        chains: dict[tuple[str, str], deque[int]] = {}
-        for idx, slot in enumerate(self.slots):
+    def add(self, slots: Sequence[Slot], submitted_s: float, repeat_of: Mapping[int, int] | None = None) -> None:
+        """Let further slots join the schedule: they stand after all others."""
+        first = len(self.slots)
+        self._append(slots, [submitted_s] * len(slots), repeat_of or {})
+        for idx in range(first, len(self.slots)):
+            reason = self.pruned(idx) or self.failed_dependency(idx)
+            if reason is not None:
+                self.doomed[idx] = reason
+            self._offer(idx)
+
+    def _append(self, slots: Sequence[Slot], submitted_s: Sequence[float], repeat_of: Mapping[int, int]) -> None:
+        wanted = {name for slot in slots for name in self._tasks[slot.task_id].depends_on}
+        place = {
+            Cell(slot.variant_id, slot.task_id, slot.repeat): idx
+            for idx, slot in enumerate(self.slots)
+            if slot.task_id in wanted
+        } if wanted else {}  # fmt: skip
+        for at, slot in enumerate(slots):
+            idx, task = len(self.slots), self._tasks[slot.task_id]
             if slot.schedule_idx != idx:
                 raise ValueError(f"slot {idx} of the schedule says that it is {slot.schedule_idx}")
-            task = tasks[slot.task_id]
-            if self.memory_bytes[idx] > self.budget_bytes:
-                raise InvalidExperiment(
-                    f"task {task.id!r} with variant {slot.variant_id!r} may use "
-                    f"{format_bytes(self.memory_bytes[idx])} of memory, but all trials together may use "
-                    f"{format_bytes(self.budget_bytes)}: lower its memory, or raise design.memory_budget"
-                )
-            self._variant_of[idx].slots.append(idx)
+            variant = self._variants[slot.variant_id]
+            self.slots.append(slot)
+            self._variant_of.append(variant)
+            self._state.append(_WAITING)
+            self._status.append(0)
+            self._counts[_WAITING] += 1
+            self._submitted_s.append(submitted_s[at] if submitted_s else self._start_s)
+            self.depth[task.protocol.priority] += 1
+            variant.slots.append(idx)
             if task.chain is not None:
-                chain = chains.setdefault((slot.variant_id, task.chain), deque())
+                chain = self._chains.setdefault((slot.variant_id, task.chain), deque())
                 chain.append(idx)
                 self._chain_of[idx] = chain
+            if task.protocol.serial == "first":
+                self._firsts.add(idx)
+                self._first_queue.append(idx)
             if task.id in wanted:
-                place[slot.variant_id, task.id, slot.repeat] = idx
+                place[Cell(slot.variant_id, task.id, slot.repeat)] = idx
             if task.depends_on:
-                needs = [place.get((slot.variant_id, name, slot.repeat)) for name in task.depends_on]
-                for name, need in zip(task.depends_on, needs, strict=True):
-                    if need is None:
-                        raise InvalidExperiment(
-                            f"task {task.id!r} depends on {name!r}, which is not scheduled before it for "
-                            f"variant {slot.variant_id!r} and repeat {slot.repeat}"
-                        )
-                    self._dependants.setdefault(need, []).append(idx)
-                self._needs[idx] = tuple(need for need in needs if need is not None)
-                self._unmet[idx] = len(needs)
+                self._depend(idx, task, slot.variant_id, repeat_of.get(idx, slot.repeat), place)
+
+    def _depend(self, idx: int, task: Task, variant_id: str, repeat: int, place: Mapping[Cell, int]) -> None:
+        needs = []
+        for name in task.depends_on:
+            need = place.get(Cell(variant_id, name, repeat))
+            if need is None:
+                raise InvalidExperiment(
+                    f"task {task.id!r} depends on {name!r}, which is not scheduled before it for "
+                    f"variant {variant_id!r} and repeat {repeat}"
+                )
+            needs.append(need)
+        unmet = [need for need in needs if self._state[need] != _COMMITTED or not self._succeeded(need)]
+        self._needs[idx] = tuple(needs)
+        if unmet:
+            self._unmet[idx] = len(unmet)
+            for need in unmet:
+                self._dependants.setdefault(need, []).append(idx)
 
     # What others read.
 
     @property
     def counts(self) -> Counts:
-        waiting, queued, ready, *rest = self._counts
-        return Counts(waiting + queued + ready, *rest)
+        waiting, ready, *rest = self._counts
+        return Counts(waiting + ready, *rest)
 
     @property
     def done(self) -> bool:
@@ -185,22 +239,24 @@ class Board:
         return not self.done and self._state[self.next_to_commit] in (_FINISHED, _SKIPPED)
 
     @property
+    def blocked(self) -> int | None:
+        """The slot that cannot be committed, as others need it and it failed; it is the next to be."""
+        return self.next_to_commit if self._counts[_BLOCKED] else None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing can happen any more until what is blocked is retried or given up."""
+        waits_in_vain = not (self._counts[_READY] or self._delayed or self.doomed or self.in_flight)
+        return self.blocked is not None and waits_in_vain
+
+    @property
     def next_due_s(self) -> float | None:
         """When the first delayed slot may go on, for `advance`; None: no slot is delayed."""
         return self._delayed[0][0] if self._delayed else None
 
-    def ready(self) -> Iterator[int]:
-        """Yield the slots that could all start now, lowest first; changes nothing, and costs what is taken."""
-        # Walks the heap from its top: the next in order is always a child of one that was yielded.
-        heap, last = self._ready, -1
-        frontier = [(heap[0], 0)] if heap else []
-        while frontier:
-            idx, at = heappop(frontier)
-            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
-                heappush(frontier, (heap[child], child))
-            if idx != last and self._state[idx] == _READY:
-                last = idx
-                yield idx
+    def ready_variants(self) -> Iterator[str]:
+        """Yield the variants of which a slot could start, were they not closed."""
+        return (variant.id for variant in self._variants.values() if variant.ready)
 
     def not_started(self) -> Iterator[int]:
         """Yield every slot that has neither been started nor skipped, lowest first. Walks the whole schedule."""
@@ -209,20 +265,34 @@ class Board:
                 if self._state[idx] in _NOT_STARTED:
                     yield idx
 
+    def is_waiting(self, idx: int) -> bool:
+        """Whether a slot has neither been started nor skipped."""
+        return self._state[idx] in _NOT_STARTED
+
+    def priority(self, idx: int) -> int:
+        return self._tasks[self.slots[idx].task_id].protocol.priority
+
+    def submitted_s(self, idx: int) -> float:
+        return self._submitted_s[idx]
+
     def pruned(self, idx: int) -> str | None:
-        """Return why the slot's variant is pruned; None: it is not."""
-        return self._variant_of[idx].pruned
+        """Return why the slot's variant is pruned, or the run is at its end; None: neither is."""
+        return self._variant_of[idx].pruned or self._ended
 
     def failed_dependency(self, idx: int) -> str | None:
         """Return a reason to skip the slot: its first dependency that is committed as other than success."""
         for need in self._needs.get(idx, ()):
-            if self._state[need] == _COMMITTED and self._status[need] != _CODES[Status.SUCCESS]:
+            if self._state[need] == _COMMITTED and not self._succeeded(need):
                 return self._blame(need)
         return None
 
     def skip_reason(self, idx: int) -> str | None:
         """Return the reason that `skip` was given, until the slot is committed."""
         return self._reasons.get(idx)
+
+    def has_dependants(self, idx: int) -> bool:
+        """Whether others wait for the slot to be committed as success."""
+        return any(self._state[one] in _NOT_STARTED for one in self._dependants.get(idx, ()))
 
     # What the coordinator does.
 
@@ -234,15 +304,22 @@ class Board:
             self._offer(idx)
         self._trim()
 
+    def take(self, now_s: float, closed: Collection[str]) -> int | None:
+        """Start the slot whose turn it is, and return it; None if there is none now. `closed`: see the queue's."""
+        idx = self._next(now_s, closed)
+        if idx is not None:
+            self.start(idx)
+        return idx
+
     def start(self, idx: int) -> None:
         """Note that a READY slot was dispatched."""
         self._expect(idx, _READY)
+        self.queue.discard(idx)
         self._fly(idx)
-        self._trim()
 
     def requeue(self, idx: int, not_before_s: float) -> None:
-        """Note that a slot in flight needs another attempt, no sooner than at `not_before_s`."""
-        self._expect(idx, _IN_FLIGHT)
+        """Note that a slot in flight, or blocked, needs another attempt, no sooner than at `not_before_s`."""
+        self._expect(idx, _IN_FLIGHT, _BLOCKED)
         self._land(idx, _WAITING)
         reason = self.pruned(idx) or self.failed_dependency(idx)
         if reason is not None:
@@ -253,22 +330,30 @@ class Board:
 
     def finish(self, idx: int) -> None:
         """Note that a slot in flight has its final completion, which waits for its turn to be committed."""
-        self._expect(idx, _IN_FLIGHT)
+        self._expect(idx, _IN_FLIGHT, _BLOCKED)
         self._land(idx, _FINISHED)
-        self._leave_chain(idx)
+        self._leave(idx)
+
+    def block(self, idx: int) -> None:
+        """Note that the slot whose turn it is must not be committed as it ended."""
+        self._expect(idx, _FINISHED, _WAITING)
+        self._move(idx, _BLOCKED)
 
     def skip(self, idx: int, reason: str) -> None:
         """Note that a slot will not be started; that waits for its turn to be committed."""
         self._expect(idx, *_NOT_STARTED)
-        was_ready = self._state[idx] == _READY
+        self.queue.discard(idx)
         self._move(idx, _SKIPPED)
         self._reasons[idx] = reason
         self.doomed.pop(idx, None)
         self._held.discard(idx)
-        if was_ready:
-            self._release(self._variant_of[idx])
-        self._leave_chain(idx)
+        self._leave(idx)
         self._trim()
+
+    def withdraw(self, idx: int, reason: str) -> None:
+        """Let a slot that has not started be skipped."""
+        self._expect(idx, *_NOT_STARTED)
+        self._doom(idx, self.doomed.get(idx, reason))
 
     def commit(self, idx: int, status: Status) -> str | None:
         """Note the commit of the slot whose turn it is, with the status that `verdict_at_commit` gave.
@@ -287,7 +372,40 @@ class Board:
                 self._doom(idx, reason)
         self._trim()
 
+    def end(self, reason: str) -> None:
+        """Skip all that is not committed: the queue has said, after a commit, that no more is to be run."""
+        self._ended = reason
+        for idx in list(self.not_started()):
+            self._doom(idx, reason)
+        self._trim()
+
     # How it is done.
+
+    def _next(self, now_s: float, closed: Collection[str]) -> int | None:
+        if self._alone is not None:
+            return None
+        if self._firsts:
+            while self._first_queue[0] not in self._firsts:
+                self._first_queue.popleft()
+            lowest = self._first_queue[0]
+            may = not self.in_flight and self._state[lowest] == _READY and self._variant_of[lowest].id not in closed
+            return lowest if may else None
+        gate = self._gate
+        if gate is not None and self._state[gate] == _READY:
+            return gate if not self.in_flight and self._variant_of[gate].id not in closed else None
+        self._gate = None
+        idx = self.queue.take(now_s, closed)
+        if idx is None:
+            return None
+        if not 0 <= idx < len(self.slots) or self._state[idx] != _READY or self._variant_of[idx].id in closed:
+            raise ProtocolFault(f"{type(self.queue).__name__}.take gave slot {idx}, which cannot start now")
+        if self._is_global(idx) and self.in_flight:
+            self._gate = idx
+            return None
+        return idx
+
+    def _is_global(self, idx: int) -> bool:
+        return self._tasks[self.slots[idx].task_id].protocol.serial == "global"
 
     def _expect(self, idx: int, *states: int) -> None:
         if self._state[idx] not in states:
@@ -295,20 +413,33 @@ class Board:
             raise ValueError(f"slot {idx} is {_NAMES[self._state[idx]]}, not {due}")
 
     def _move(self, idx: int, state: int) -> None:
-        self._counts[self._state[idx]] -= 1
+        before = self._state[idx]
+        self._counts[before] -= 1
         self._counts[state] += 1
         self._state[idx] = state
+        if before != state:
+            variant = self._variant_of[idx]
+            variant.ready += (state == _READY) - (before == _READY)
+            self._watch_depth(idx, (state <= _READY) - (before <= _READY))
+            if _IN_FLIGHT in (before, state):
+                variant.in_flight += 1 if state == _IN_FLIGHT else -1
+                (self.full.add if variant.in_flight == variant.limit else self.full.discard)(variant.id)
+
+    def _watch_depth(self, idx: int, change: int) -> None:
+        if change:
+            self.depth[self.priority(idx)] += change
 
     def _fly(self, idx: int) -> None:
         self._move(idx, _IN_FLIGHT)
         self.in_flight.add(idx)
-        self.in_flight_bytes += self.memory_bytes[idx]
+        if self._is_global(idx):
+            self._alone, self._gate = idx, None
 
     def _land(self, idx: int, state: int) -> None:
         self._move(idx, state)
-        self.in_flight.remove(idx)
-        self.in_flight_bytes -= self.memory_bytes[idx]
-        self._release(self._variant_of[idx])
+        self.in_flight.discard(idx)
+        if self._alone == idx:
+            self._alone = None
 
     def _offer(self, idx: int) -> None:
         # Let a slot go as far as its own conditions allow; harmless if they do not hold yet.
@@ -317,25 +448,17 @@ class Board:
         chain = self._chain_of.get(idx)
         if chain is not None and chain[0] != idx:
             return
-        variant = self._variant_of[idx]
-        if variant.admitted < variant.limit:
-            variant.admitted += 1
-            self._move(idx, _READY)
-            heappush(self._ready, idx)
-        else:
-            self._move(idx, _QUEUED)
-            heappush(variant.queue, idx)
+        self._move(idx, _READY)
+        if idx not in self._firsts:
+            slot, protocol = self.slots[idx], self._tasks[self.slots[idx].task_id].protocol
+            submitted_s = self._submitted_s[idx]
+            due_s = None if protocol.deadline_s is None else submitted_s + protocol.deadline_s
+            cell = Cell(slot.variant_id, slot.task_id, slot.repeat)
+            self.queue.put(Entry(idx, cell, protocol.priority, submitted_s, due_s))
 
-    def _release(self, variant: _Variant) -> None:
-        variant.admitted -= 1
-        while variant.queue and variant.admitted < variant.limit:
-            idx = heappop(variant.queue)
-            if self._state[idx] == _QUEUED:
-                variant.admitted += 1
-                self._move(idx, _READY)
-                heappush(self._ready, idx)
-
-    def _leave_chain(self, idx: int) -> None:
+    def _leave(self, idx: int) -> None:
+        # It has ended: what waited for that goes on.
+        self._firsts.discard(idx)
         chain = self._chain_of.pop(idx, None)
         if chain is None:
             return
@@ -362,6 +485,8 @@ class Board:
         return self._judge(self._variant_of[idx], status)
 
     def _meet(self, idx: int) -> None:
+        if idx not in self._unmet:  # it was skipped
+            return
         if self._unmet[idx] > 1:
             self._unmet[idx] -= 1
         else:
@@ -380,22 +505,21 @@ class Board:
                 return variant.id
         return None
 
+    def _succeeded(self, idx: int) -> bool:
+        return self._status[idx] == _CODES[Status.SUCCESS]
+
     def _blame(self, idx: int) -> str:
         return f"it depends on task {self.slots[idx].task_id}, which ended as {_STATUSES[self._status[idx]]}"
 
     def _doom(self, idx: int, reason: str) -> None:
-        # A READY slot keeps its place among its variant's: only pruning dooms one, and then none needs it.
+        self.queue.discard(idx)
         self._move(idx, _WAITING)
         self._held.discard(idx)
         self.doomed[idx] = reason
 
     def _trim(self) -> None:
-        # Keeps live entries on top, so that reading a top changes nothing. Where stale ones pile up below one,
+        # Keeps a live entry on top, so that reading the top changes nothing. Where stale ones pile up below it,
         # builds anew: as often as the operations that made them stale have paid for.
-        while self._ready and self._state[self._ready[0]] != _READY:
-            heappop(self._ready)
-        if len(self._ready) > 2 * self._counts[_READY] + _SLACK:
-            self._ready = sorted({idx for idx in self._ready if self._state[idx] == _READY})
         while self._delayed and self._delayed[0][1] not in self._held:
             heappop(self._delayed)
         if len(self._delayed) > 2 * len(self._held) + _SLACK:

@@ -23,7 +23,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from sandbox_exec.contracts.experiment import Experiment
-from sandbox_exec.contracts.words import Cell, Task, TrialCompletion
+from sandbox_exec.contracts.words import Cell, Slot, Task, TrialCompletion
 
 
 class Entry(NamedTuple):
@@ -129,6 +129,14 @@ class SequentialQueue:
         while heap and heap[0] not in self._held:
             heappop(heap)
         yield from heap[:1]
+
+
+def number(cells: Iterable[Cell], first: int = 0) -> list[Slot]:
+    """Return the slots of cells that join a schedule which has `first` already."""
+    return [
+        Slot(schedule_idx=idx, variant_id=cell.variant_id, task_id=cell.task_id, repeat=cell.repeat)
+        for idx, cell in enumerate(cells, first)
+    ]
 
 
 def dependencies_first(tasks: Iterable[Task]) -> list[Task]:

@@ -1,4 +1,4 @@
-"""What to start and what to skip next, and what a slot is committed as. Pure: no clock, no I/O, nothing changed.
+"""What to start and what to skip next, and what a slot is committed as. Pure: no clock, no I/O.
 
 The committed history must be the same at any concurrency and in any order of completions. So whether a slot
 counts is decided by its place in the schedule, never by how far it had got when the decision fell:
@@ -16,8 +16,11 @@ counts is decided by its place in the schedule, never by how far it had got when
 `verdict_at_commit` applies this when a slot's turn has come, from what is committed before it and nothing else.
 The skips that `decide` returns only spare a run the work: they say no more than what the verdict will say.
 
-The exception is `max_duration_s`: how far a run gets in a given time depends on time. When it has passed,
-nothing is started any more (no further attempt either), and every slot that waits is skipped, in order.
+- A slot after the commit at which the queue said that no more is to be run is committed as `skipped`, like pruned ones.
+
+The exceptions depend on time because they are about time: `max_duration_s` (when it has passed nothing is started any
+more, no further attempt either, and every slot that waits is skipped, in order), and what somebody asked for while the
+run went on: to purge slots, or to displace them by others. What was asked for is recorded before it is answered.
 """
 
 from __future__ import annotations
@@ -26,16 +29,15 @@ from typing import Final, NamedTuple
 
 from sandbox_exec.contracts.status import Status
 from sandbox_exec.schedule.board import Board
+from sandbox_exec.schedule.lanes import Lanes
 
-# How far behind a slot that waits for memory others may still start: enough to keep workers busy while a large
-# trial ends, few enough that small trials cannot keep a large one out for long.
-LOOK_AHEAD: Final = 64
+OVER: Final = "the run is over its duration"
 
 
 class Decisions(NamedTuple):
     """What the coordinator is to do: dispatch these slots, skip those and why, and look again at `wake_s`.
 
-    Either may free others, so it decides again when it has done them, and waits only if there was nothing to do.
+    Skips may free others, so it decides again when it has done them, and waits only if there was nothing to do.
     """
 
     dispatch: tuple[int, ...] = ()
@@ -51,8 +53,8 @@ class Verdict(NamedTuple):
     reason: str | None
 
 
-def decide(board: Board, now_s: float, capacity: int) -> Decisions:
-    """Return what to do at `now_s`, on a board that was advanced to it.
+def decide(board: Board, lanes: Lanes, now_s: float, capacity: int) -> Decisions:
+    """Return what to do at `now_s`, on a board that was advanced to it. What is to be dispatched is noted as started.
 
     `capacity` is how many trials the backend can hold at once, those in flight among them. Where it is below
     `max_concurrency` it counts, and a warning says so until the board is told that it was shown.
@@ -67,34 +69,28 @@ def decide(board: Board, now_s: float, capacity: int) -> Decisions:
             f"{capacity} it is",
         )
     if board.ends_s is not None and now_s >= board.ends_s:
-        reason = "the run is over its duration"
-        skip = tuple((idx, board.doomed.get(idx, reason)) for idx in board.not_started())
+        skip = tuple((idx, board.doomed.get(idx, OVER)) for idx in board.not_started())
         return Decisions(skip=skip, warnings=warnings)
-    wakes = [due_s] if due_s is not None else []
-    if board.ends_s is not None and board.counts.waiting:
+    dispatch = _choose(board, lanes, now_s, min(board.most_at_once, capacity) - len(board.in_flight))
+    wakes = [due_s, lanes.opens_s(board.ready_variants(), now_s)]
+    if board.counts.waiting or board.in_flight:
         wakes.append(board.ends_s)
     return Decisions(
-        dispatch=_choose(board, min(board.max_concurrency, capacity) - len(board.in_flight)),
+        dispatch=dispatch,
         skip=tuple(sorted(board.doomed.items())),
-        wake_s=min(wakes, default=None),
+        wake_s=min((wake_s for wake_s in wakes if wake_s is not None), default=None),
         warnings=warnings,
     )
 
 
-def _choose(board: Board, places: int) -> tuple[int, ...]:
+def _choose(board: Board, lanes: Lanes, now_s: float, places: int) -> tuple[int, ...]:
     chosen: list[int] = []
-    room_bytes = board.budget_bytes - board.in_flight_bytes
-    last = len(board.slots)
-    if places <= 0:
-        return ()
-    for idx in board.ready():
-        if idx > last or len(chosen) == places or room_bytes < board.least_bytes:
+    while len(chosen) < places:
+        idx = board.take(now_s, board.full | lanes.closed(now_s))
+        if idx is None:
             break
-        if board.memory_bytes[idx] <= room_bytes:
-            chosen.append(idx)
-            room_bytes -= board.memory_bytes[idx]
-        else:
-            last = min(last, idx + LOOK_AHEAD)
+        lanes.start(board.slots[idx].variant_id, now_s)
+        chosen.append(idx)
     return tuple(chosen)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from sandbox_exec.contracts.status import Status
-from sandbox_exec.contracts.words import ActiveTrial, Slot, TrialCompletion, derive_trial_id
+from sandbox_exec.contracts.words import ActiveTrial, Slot, Task, TrialCompletion, derive_trial_id
 from sandbox_exec.errors import InvalidValue
 from sandbox_exec.store.canonical import canonical
 from sandbox_exec.store.folders import sync_folder
@@ -53,6 +53,14 @@ class Run(NamedTuple):
     slots: int
     experiment_json: str
     digests: dict[str, str]
+
+
+class Scheduled(NamedTuple):
+    """A slot, when it joined the schedule, and the slot that it is another try at, if it is one."""
+
+    slot: Slot
+    submitted_at: float
+    retry_of: int | None
 
 
 class Control(NamedTuple):
@@ -154,6 +162,7 @@ class RunStore:
         slots: Iterable[Slot],
         digests: Mapping[str, str],
         *,
+        state: Mapping[str, Any] | None = None,
         at: Callable[[str], None] | None = None,
         now: Callable[[], float] = time.time,
     ) -> Self:
@@ -168,7 +177,7 @@ class RunStore:
         with one_error(folder):
             store = cls(folder, "rwc", at, now)
         try:
-            store._fill(run_id, experiment_json, slots, digests)
+            store._fill(run_id, experiment_json, slots, digests, state or {})
         except BaseException:
             store.close()
             raise
@@ -229,6 +238,70 @@ class RunStore:
         rows = self.query("SELECT schedule_idx, variant_id, task_id, repeat FROM schedule ORDER BY schedule_idx")
         for idx, variant_id, task_id, repeat in rows:
             yield Slot.model_construct(schedule_idx=idx, variant_id=variant_id, task_id=task_id, repeat=repeat)
+
+    def scheduled(self) -> Iterator[Scheduled]:
+        """Yield the schedule, in its order, with all that is known of each slot."""
+        rows = self.query(
+            """SELECT schedule_idx, variant_id, task_id, repeat, submitted_at, retry_of
+               FROM schedule ORDER BY schedule_idx"""
+        )
+        for idx, variant_id, task_id, repeat, submitted_at, retry_of in rows:
+            slot = Slot.model_construct(schedule_idx=idx, variant_id=variant_id, task_id=task_id, repeat=repeat)
+            yield Scheduled(slot, submitted_at, retry_of)
+
+    def extend(
+        self,
+        slots: Sequence[Slot],
+        tasks: Sequence[Task] = (),
+        inputs: Mapping[str, str] | None = None,
+        retry_of: Mapping[int, int] | None = None,
+    ) -> None:
+        """Let slots join the schedule, after all others, with the tasks that they are of and the digests of their files.
+
+        Raises `InvalidValue`, and changes nothing, unless they are the next ones and of cells that are not there.
+        """
+        with self._transaction("extend") as db:
+            now = self._now()
+            db.executemany(
+                "INSERT INTO tasks (task_id, submitted_at, task) VALUES (?, ?, ?)",
+                [(task.id, now, task.model_dump_json()) for task in tasks],
+            )
+            db.executemany("INSERT OR REPLACE INTO inputs VALUES (?, ?)", (inputs or {}).items())
+            ((first,),) = db.execute("SELECT slots FROM run")
+            made = _insert_slots(db, slots, first, now, retry_of or {})
+            db.execute("UPDATE run SET slots = slots + ?", (made,))
+
+    def submitted(self) -> tuple[Task, ...]:
+        """Return the tasks that were added to the run after it was made, in the order of their slots."""
+        rows = self.query("SELECT task FROM tasks ORDER BY number")
+        return tuple(Task.model_validate_json(text) for (text,) in rows)
+
+    def inputs(self) -> dict[str, str]:
+        """Return the digests of the files of those tasks."""
+        return dict(self.query("SELECT name, digest FROM inputs"))
+
+    def withdraw(self, slots: Mapping[int, tuple[str, str]]) -> None:
+        """Note that slots must not start: by slot the kind, and the reason in words."""
+        with self._transaction("withdraw") as db:
+            db.executemany(
+                "INSERT OR IGNORE INTO withdrawn VALUES (?, ?, ?)",
+                [(idx, kind, reason) for idx, (kind, reason) in slots.items()],
+            )
+
+    def withdrawn(self) -> dict[int, tuple[str, str]]:
+        rows = self.query("SELECT schedule_idx, kind, reason FROM withdrawn")
+        return {idx: (kind, reason) for idx, kind, reason in rows}
+
+    def set_state(self, name: str, value: Any) -> None:
+        """Keep a value that JSON has under a name; None: forget it."""
+        with self._transaction("state") as db:
+            if value is None:
+                db.execute("DELETE FROM state WHERE name = ?", (name,))
+            else:
+                db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (name, canonical(value)))
+
+    def state(self) -> dict[str, Any]:
+        return {name: json.loads(value) for name, value in self.query("SELECT name, value FROM state")}
 
     def progress(self) -> Progress:
         """Return how far the run is: in time that does not grow with the schedule."""
@@ -426,22 +499,28 @@ class RunStore:
             raise InvalidValue(f"the run in {self.folder} is closed, or was opened by this process's parent")
         return self._connection
 
-    def _fill(self, run_id: str, experiment_json: str, slots: Iterable[Slot], digests: Mapping[str, str]) -> None:
+    def _fill(
+        self,
+        run_id: str,
+        experiment_json: str,
+        slots: Iterable[Slot],
+        digests: Mapping[str, str],
+        state: Mapping[str, Any],
+    ) -> None:
         with self._transaction("create") as db:
             ((version,),) = db.execute("PRAGMA user_version")
             if version:
                 raise InvalidValue(f"there is a run in {self.folder} already: continue it, or name another")
             for table in TABLES:
                 db.execute(table)
-            try:
-                made = db.executemany("INSERT INTO schedule VALUES (?, ?, ?, ?, ?)", _schedule_rows(slots))
-            except sqlite3.IntegrityError as error:
-                raise InvalidValue("two slots of the schedule are of one variant, task and repeat") from error
             now = self._now()
+            made = _insert_slots(db, slots, 0, now, {})
             db.execute(
                 "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?)",
-                (run_id, now, max(made.rowcount, 0), experiment_json, canonical(dict(digests))),
+                (run_id, now, made, experiment_json, canonical(dict(digests))),
             )
+            for name, value in state.items():
+                self.set_state(name, value)
             db.execute("INSERT INTO control VALUES (1, 'created', '{}', ?)", (now,))
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -544,11 +623,26 @@ def _connection(path: Path, options: str, *first: str) -> sqlite3.Connection:
     return db
 
 
-def _schedule_rows(slots: Iterable[Slot]) -> Iterator[tuple[Any, ...]]:
-    for due, slot in enumerate(slots):
+def _insert_slots(
+    db: sqlite3.Connection, slots: Iterable[Slot], first: int, now: float, retry_of: Mapping[int, int]
+) -> int:
+    """Add slots after the `first` that there are; return how many."""
+    try:
+        made = db.executemany(
+            "INSERT INTO schedule VALUES (?, ?, ?, ?, ?, ?, ?)", _schedule_rows(slots, first, now, retry_of)
+        )
+    except sqlite3.IntegrityError as error:
+        raise InvalidValue("two slots of the schedule are of one variant, task and repeat") from error
+    return max(made.rowcount, 0)
+
+
+def _schedule_rows(
+    slots: Iterable[Slot], first: int, now: float, retry_of: Mapping[int, int]
+) -> Iterator[tuple[Any, ...]]:
+    for due, slot in enumerate(slots, first):
         if slot.schedule_idx != due:
             raise InvalidValue(f"slot {due} of the schedule says that it is {slot.schedule_idx}")
-        yield due, derive_trial_id(slot), slot.variant_id, slot.task_id, slot.repeat
+        yield due, derive_trial_id(slot), slot.variant_id, slot.task_id, slot.repeat, now, retry_of.get(due)
 
 
 def _insert_attempt(db: sqlite3.Connection, completion: TrialCompletion, counted: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 # Not STRICT: that needs SQLite 3.37. Times are seconds since 1970. JSON is canonical text.
 TABLES: Final = (
@@ -25,7 +25,27 @@ TABLES: Final = (
         trial_id TEXT NOT NULL UNIQUE,
         variant_id TEXT NOT NULL,
         task_id TEXT NOT NULL,
-        repeat INTEGER NOT NULL)""",
+        repeat INTEGER NOT NULL,
+        submitted_at REAL NOT NULL,
+        retry_of INTEGER REFERENCES schedule)""",
+    # Tasks that were added to the run after it was made, with what their files were.
+    """CREATE TABLE tasks (
+        number INTEGER PRIMARY KEY,
+        task_id TEXT NOT NULL UNIQUE,
+        submitted_at REAL NOT NULL,
+        task TEXT NOT NULL)""",
+    """CREATE TABLE inputs (
+        name TEXT PRIMARY KEY,
+        digest TEXT NOT NULL) WITHOUT ROWID""",
+    # Slots that must not start: purged, or displaced by others.
+    """CREATE TABLE withdrawn (
+        schedule_idx INTEGER PRIMARY KEY REFERENCES schedule,
+        kind TEXT NOT NULL,
+        reason TEXT NOT NULL)""",
+    # What the coordinator must find again: the queue's snapshot, lanes, what is blocked. JSON by name.
+    """CREATE TABLE state (
+        name TEXT PRIMARY KEY,
+        value TEXT NOT NULL) WITHOUT ROWID""",
     # One row a slot: a trial has one attempt in flight at most.
     """CREATE TABLE active (
         schedule_idx INTEGER PRIMARY KEY REFERENCES schedule,

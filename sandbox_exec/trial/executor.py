@@ -157,6 +157,9 @@ class Executor:
             self._grade({"status": "serving", "exit_code": None, "signal": None}, beside=self.sandbox)
 
     def _ended(self, sandbox: Sandbox, outcome: Outcome) -> None:
+        signals = self.recorder.signals
+        if self._supervisor is not None:
+            signals.wait(self._supervisor.retry_after_s)
         self._supervisor = None
         self._lap("agent")
         self.phase = Phase.COLLECT
@@ -166,6 +169,8 @@ class Executor:
         except ValueError as fault:
             if outcome.ok:
                 status, error = Status.AGENT_ERROR, AgentError(type="MalformedResult", message=str(fault))
+        if status is Status.AGENT_ERROR and (outcome.exit_code == os.EX_TEMPFAIL or signals.turned_away):
+            status = Status.RATE_LIMITED
         try:
             if self.recorder.failure is not None:
                 raise self.recorder.failure
@@ -182,6 +187,7 @@ class Executor:
             "error": error,
             "exit_code": outcome.exit_code,
             "signal": outcome.signal,
+            "retry_after_s": signals.retry_after_s if status is Status.RATE_LIMITED else None,
             "result_sha256": hashlib.sha256(result).hexdigest() if result is not None else None,
             "dropped": outcome.dropped,
             "usage": outcome.usage,
@@ -246,6 +252,9 @@ class Executor:
             self._judge(graded)
 
     def _judge(self, graded: Graded) -> None:
+        if self._fields["status"] is Status.RATE_LIMITED:  # a service that gave up while it was graded
+            self._complete(**self._fields)
+            return
         if graded.raw is not None:
             name = "grade.json" if graded.grade is not None else REJECTED
             try:
@@ -291,6 +300,7 @@ class Executor:
                     slot=dispatch.slot,
                     trial_id=dispatch.trial_id,
                     attempt=dispatch.attempt,
+                    provider=self.recorder.signals.provider,
                     image_id=dispatch.container.image_id if dispatch.container else None,
                     steps_s={**self._laps_s, **(sandbox.steps_s if sandbox else {})},
                     **fields,

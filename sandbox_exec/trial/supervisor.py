@@ -67,6 +67,7 @@ class Supervisor:
         self._paused_s = 0.0
         self._started_s = clock.now_s()
         self.due_s: float | None = None
+        self.retry_after_s: Any = None  # as the agent's exception says: anything
         sandbox.start(launch, self)
 
     # --- time ---
@@ -241,6 +242,7 @@ class Supervisor:
             if "pickle" in frame and self._unpickle is not None:
                 return self._trust(frame["pickle"])
             said = frame["error"]
+            self.retry_after_s = said.get("retry_after_s")
             texts = {name: str(said[name]) for name in ("type", "message", "traceback")}
             return None, AgentError(**texts), True
         except TooDeep as error:

@@ -21,7 +21,7 @@ from sandbox_exec.contracts import ActiveTrial, Phase, Status, TrialCompletion, 
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator
 from sandbox_exec.runs import RUNS
-from sandbox_exec.schedule.slots import expand
+from sandbox_exec.testing import expand
 from sandbox_exec.store import RunStore
 
 IN_FLIGHT = 8

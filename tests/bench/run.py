@@ -14,11 +14,12 @@ from pathlib import Path
 from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.contracts import Slot
 from sandbox_exec.contracts.experiment import Experiment
-from sandbox_exec.coordinator import Coordinator, RunCallback, limits_of
+from sandbox_exec.coordinator import Coordinator, RunCallback
+from sandbox_exec.dispatching import limits_of
 from sandbox_exec.experiment import freeze_functions
 from sandbox_exec.graders import FUNCTIONS
 from sandbox_exec.runs import RUNS
-from sandbox_exec.schedule.slots import expand
+from sandbox_exec.testing import expand
 from sandbox_exec.store import RunStore
 
 from . import agents
