@@ -19,7 +19,7 @@ from typing import Any
 from sandbox_exec.errors import RunNotActive
 
 NAME = "control.sock"
-_MAX_LINE = 1 << 16
+_MAX_LINE = 1 << 28  # tasks that are submitted: a hundred thousand of a few KB
 _MAX_ANSWER = 1 << 24  # a line for each of thousands of trials in flight
 _ANSWER_S = 60.0  # a pause waits for every worker; nothing takes longer
 

@@ -66,7 +66,7 @@ from sandbox_exec.errors import (
     SandboxUnavailable,
     StoreFull,
 )
-from sandbox_exec.ledger import Ledger, SlotFilter, Submitted
+from sandbox_exec.ledger import Ledger, Submitted, digests_of
 from sandbox_exec.metrics import Metrics, prometheus
 from sandbox_exec.schedule.admission import Watermarks
 from sandbox_exec.schedule.board import Board
@@ -121,6 +121,7 @@ class _Trial:
     started: bool = False
     since: float = 0.0
     began_s: float = 0.0  # by the clock, as lanes count
+    waits_since_s: float | None = None  # since when it waits for another attempt
     phase: str = ""
     events: int = 0
     memory_bytes: int | None = None
@@ -159,6 +160,7 @@ class Coordinator:
         self._watermarks = Watermarks(experiment.design.queue)
         self._notes: list[tuple[str, dict[str, Any]]] = []  # events that wait for the next transaction
         self._notes_due_s: float | None = None
+        self._counted = len(self.ledger.commits)  # slots that the metrics know of, or need not
         self._thread: int | None = None
         self._trials: dict[int, _Trial] = {}
         self._mode: Mode = "running"
@@ -201,14 +203,17 @@ class Coordinator:
     def submit(self, tasks: Iterable[Task | Mapping[str, Any]], inputs: Mapping[str, str] | None = None) -> Submitted:
         """Add tasks to the run, from any thread: they are on the disk when this returns. See `Ledger.submit`.
 
-        `inputs`: digests of what they name; see `runs.submit`, which adds tasks to a run by its folder.
+        `inputs`: digests of what they name, where they are known already.
         """
         given = [one if isinstance(one, Task) else Task.model_validate(one) for one in tasks]
-        if threading.get_ident() == self._thread:
-            return self._submit(given, inputs or {})
-        return submitted_by(
-            ask(self.store.folder, do="submit", tasks=[one.model_dump(mode="json") for one in given], inputs=inputs)
-        )
+        inputs = digests_of(self.experiment, given) if inputs is None else inputs
+        request: dict[str, Any] = {
+            "do": "submit",
+            "tasks": [one.model_dump(mode="json") for one in given],
+            "inputs": inputs,
+        }
+        here = threading.get_ident() == self._thread
+        return submitted_by(self._change(request) if here else ask(self.store.folder, **request))
 
     # --- the loop ---
 
@@ -283,7 +288,6 @@ class Coordinator:
             self.ledger.lanes.adopt(one.slot.variant_id)
             self._metrics.adopted(one.trial_id, one.slot.variant_id, max(0.0, time.time() - started_at), now_s)
         self._began_s = self.ledger.began_s
-        self._metrics.set_capacity(self.backend.capacity(), now_s)
         self._take_up_task(commits)
         self._at("adopting")
         self._adopt(active)
@@ -366,7 +370,10 @@ class Coordinator:
     def _watch(self) -> None:
         """Tell what a person should look at: of how much waits, and of what has not gone well."""
         now_s = self._clock.now_s()
+        self._metrics.submitted(len(self.board.slots) - self._counted)
+        self._counted = len(self.board.slots)
         self._metrics.set_depth(self.board.depth, now_s)
+        self._metrics.set_capacity(self.backend.capacity(), now_s)
         for alert in self._metrics.check(now_s):
             self.store.event("alert", **alert)
         for pressure in self._watermarks.update(self.board.depth):
@@ -399,7 +406,8 @@ class Coordinator:
             slot=slot, trial_id=dispatch.trial_id, attempt=trial.attempt, folder=folder, worker=ticket.worker
         )
         self.store.record_dispatch(active, trial.since)
-        waited_s = max(0.0, now_s - self.board.submitted_s(idx))
+        since_s = self.board.submitted_s(idx) if trial.waits_since_s is None else trial.waits_since_s
+        waited_s = max(0.0, now_s - since_s)
         self._metrics.assigned(dispatch.trial_id, slot.variant_id, waited_s, now_s)
         self._note("assigned", trial_id=dispatch.trial_id, attempt=trial.attempt)
         self._call("on_trial_selected", slot, trial.attempt)
@@ -471,7 +479,8 @@ class Coordinator:
             self._at("finished")
             return
         self._keep(completion)
-        self._metrics.retrying(completion.trial_id, self._clock.now_s())
+        trial.waits_since_s = self._clock.now_s()
+        self._metrics.retrying(completion.trial_id, trial.waits_since_s)
         self._note("retrying", trial_id=completion.trial_id, attempt=completion.attempt, status=completion.status.value)
         self.board.requeue(slot.schedule_idx, self._clock.now_s() + following.after_s)
         self._at("requeued")
@@ -656,33 +665,23 @@ class Coordinator:
             case {"do": "metrics"}:
                 labels = {"run": self.store.folder.name}
                 request.answer(text=prometheus(self._metrics.snapshot(self._clock.now_s()), labels))
-            case {"do": "submit", "tasks": list(tasks), **rest}:
-                given = [Task.model_validate(one) for one in tasks]
-                request.answer(submitted=self._submit(given, rest.get("inputs") or {}).model_dump(mode="json"))
-            case {"do": "purge", "filter": filter}:
-                request.answer(trials=self.ledger.purge(SlotFilter.model_validate(filter)))
-            case {"do": "retry", "slots": list(slots)}:
-                request.answer(trials=self._retry(slots))
-            case {"do": "give_up", "slot": int(slot)}:
-                self.ledger.give_up(slot)
-                request.answer(trials=[derive_trial_id(self.board.slots[slot])])
+            case {"do": "submit" | "purge" | "retry" | "give_up"}:
+                request.answer(**self._change(request.content))
             case _:
                 request.answer(error="allowed: pause, resume, stop, status, metrics, submit, purge, retry, give_up")
 
-    def _submit(self, tasks: Sequence[Task], inputs: Mapping[str, str]) -> Submitted:
-        submitted = self.ledger.submit(tasks, inputs)
-        self._dispatches.add([self.ledger.tasks[one] for one in submitted.tasks], images_in(inputs))
-        self._metrics.submitted(submitted.trials)
-        self._at("submitted")
-        return submitted
-
-    def _retry(self, slots: Sequence[int]) -> dict[str, str]:
+    def _change(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Change what there is to do: the ledger does, and what is known here of it is brought in line."""
         blocked = self.board.blocked
-        done = self.ledger.retry(slots)
-        if blocked in slots and blocked in self._trials:
+        answer = self.ledger.obey(request)
+        if "submitted" in answer:
+            added = [self.ledger.tasks[one] for one in answer["submitted"]["tasks"]]
+            self._dispatches.add(added, images_in(request.get("inputs") or {}))
+        if blocked is not None and self.board.blocked is None and request["do"] == "retry":
             self._trials[blocked].ended.clear()
             self._trials[blocked].completion = None
-        return done
+        self._at("changed")
+        return answer
 
     def _pause(self, request: Request) -> None:
         """Stop dispatching first, then freeze what runs. Who does not freeze in time ends the run as interrupted."""
@@ -744,8 +743,11 @@ class Coordinator:
         now_s = self._clock.now_s()
         self._metrics.set_depth(self.board.depth, now_s)
         report = getattr(self.ledger.queue, "report", None)
+        metrics = self._metrics.snapshot(now_s)
+        for name in ("wait_s", "latency_s"):
+            del metrics[name]["buckets"]  # they are for Prometheus
         return {
-            "metrics": self._metrics.snapshot(now_s),
+            "metrics": metrics,
             "lanes": self.ledger.lanes.status(now_s),
             "queue": report() if report is not None else None,
         }

@@ -31,7 +31,7 @@ from sandbox_exec.contracts.experiment import (
     shown,
     told,
 )
-from sandbox_exec.contracts.words import AgentSpec
+from sandbox_exec.contracts.words import AgentSpec, Task
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.units import MIB, format_bytes
 
@@ -51,6 +51,22 @@ def load_experiment(path: str | os.PathLike[str]) -> Experiment:
     origin = _Origin(file)
     data = _YamlReader(origin).read(_text_of(origin))
     return _build(data, Path(os.path.abspath(file)).parent, origin)
+
+
+def load_tasks(path: str | os.PathLike[str]) -> list[Task]:
+    """Return the tasks in a JSONL file. Raises `InvalidExperiment` with all that is wrong with them."""
+    origin = _Origin(None)
+    origin.tasks_file = Path(path)
+    tasks = []
+    for idx, row in enumerate(_read_rows(origin)):
+        try:
+            tasks.append(Task.model_validate(row))
+        except ValidationError as error:
+            for fault in faults_of(error):
+                origin.add(Fault(("tasks", idx, *fault.loc), fault.text))
+    if origin.problems:
+        origin.refuse()
+    return tasks
 
 
 def load_grading(path: str | os.PathLike[str]) -> GradingSettings:

@@ -1,8 +1,8 @@
 """The ledger: a run's schedule, and all that decides what of it comes next, as run.db keeps it.
 
-Whoever holds the run holds its ledger: the coordinator while it works, or a command that adds tasks to a run that nobody
-works at. Everything that is asked for (tasks to add, slots to purge, dead letters to retry) is one transaction: it is on
-the disk before it is answered, so that a crash leaves all of it or nothing.
+Whoever holds the run holds its ledger: the coordinator while it works, or a command that adds tasks to a run that
+nobody works at. Everything that is asked for (tasks to add, slots to purge, dead letters to retry) is one transaction:
+it is on the disk before it is answered, so that a crash leaves all of it or nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import fnmatch
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import psutil
 from pydantic import Field
@@ -20,6 +20,7 @@ from sandbox_exec.contracts import Cell, Contract, Slot, Status, Task, TrialComp
 from sandbox_exec.contracts.experiment import Experiment, Fault, told
 from sandbox_exec.contracts.queue import Priority
 from sandbox_exec.errors import InvalidExperiment, InvalidValue, QueueFull
+from sandbox_exec.experiment import check_files, file_digests
 from sandbox_exec.orders import make_queue
 from sandbox_exec.schedule.admission import Refused, Waiting, admit, content_digest, merge
 from sandbox_exec.schedule.board import Board
@@ -30,8 +31,9 @@ from sandbox_exec.store import Committed, RunStore
 DISPLACED: Final = "Displaced"
 PURGED: Final = "Purged"
 
-QUEUE: Final = "queue"  # this and the next: names in the store's state
-_BLOCKED, _FORGIVEN, _LANE = "blocked", "forgiven", "lane "
+QUEUE: Final = "queue"  # these are names in the store's state
+BLOCKED: Final = "blocked"
+_GIVEN_UP, _FORGIVEN, _LANE = "given up", "forgiven", "lane "
 _BUDGET_SHARE: Final = 0.8  # of the machine's memory, where the design names no budget
 _ENOUGH: Final = "the queue has seen enough"
 
@@ -84,9 +86,9 @@ class Ledger:
         self.withdrawn = store.withdrawn()
         self.forgiven: dict[str, int] = state.get(_FORGIVEN) or {}  # by trial, its attempts before a retry
         self.began_s = now_s() - _used_before_s(store, self.commits)
-        self._given_up: int | None = None
+        self._given_up: int | None = state.get(_GIVEN_UP)
         self.retries: dict[int, int] = {}  # by slot, the slot that it is another try at
-        self.board = self._board(state.get(_BLOCKED), now_s() - wall_s)
+        self.board = self._board(state.get(BLOCKED), now_s() - wall_s)
         self._go_on()
 
     def _board(self, blocked: int | None, clock_offset_s: float) -> Board:
@@ -146,13 +148,39 @@ class Ledger:
 
     def block(self, idx: int) -> None:
         self.board.block(idx)
-        self.store.set_state(_BLOCKED, idx)
+        self.store.set_state(BLOCKED, idx)
 
     def skip_type(self, idx: int) -> str:
         """The type of the error with which a skipped slot is committed."""
         return self.withdrawn[idx][0] if idx in self.withdrawn else "Skipped"
 
     # --- what is asked for ---
+
+    def obey(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what is asked for in a message of JSON, and return the answer, which is one too.
+
+        Raises `InvalidValue`, or what the method that does it raises.
+        """
+        match request:
+            case {"do": "submit", "tasks": list(tasks), **rest}:
+                given = [Task.model_validate(one) for one in tasks]
+                return {"submitted": self.submit(given, rest.get("inputs") or {}).model_dump(mode="json")}
+            case {"do": "purge", "filter": dict(which)}:
+                return {"trials": self.purge(SlotFilter.model_validate(which))}
+            case {"do": "retry", "trials": list(trials)}:
+                return {"trials": self.retry(self._indices(trials))}
+            case {"do": "give_up", "trials": list(trials)}:
+                return {"trials": self.give_up(self._indices(trials))}
+        raise InvalidValue(f"{request.get('do')!r} is unknown; allowed: submit, purge, retry, give_up")
+
+    def _indices(self, trial_ids: Sequence[str]) -> list[int]:
+        wanted = set(trial_ids)
+        found = {
+            derive_trial_id(slot): slot.schedule_idx for slot in self.board.slots if derive_trial_id(slot) in wanted
+        }
+        if unknown := wanted - set(found):
+            raise InvalidValue(f"the run has no trial {', '.join(sorted(unknown))}")
+        return [found[trial_id] for trial_id in trial_ids]
 
     def submit(self, tasks: Sequence[Task], inputs: Mapping[str, str]) -> Submitted:
         """Add tasks: all of them, or none and an error. Those that the run has already are merged or refused.
@@ -178,9 +206,7 @@ class Ledger:
             self._withdraw(displaced)
             self.save_queue()
             ids = [task.id for task in new]
-            self.store.event(
-                "submitted", tasks=len(ids), merged=len(merged), trials=len(slots), displaced=len(displaced)
-            )
+            self.store.event("submitted", tasks=len(ids), merged=len(merged), trials=len(slots))
             for idx in displaced:
                 self.store.event("displaced", trial_id=derive_trial_id(board.slots[idx]))
         self.experiment = self.experiment.model_copy(update={"tasks": (*self.experiment.tasks, *new)})
@@ -231,19 +257,23 @@ class Ledger:
                 trial_id = derive_trial_id(board.slots[blocked])
                 self.forgiven[trial_id] = max((one.attempt for one in self.store.attempts(blocked)), default=0)
                 self.store.set_state(_FORGIVEN, self.forgiven)
-                self.store.set_state(_BLOCKED, None)
+                self.store.set_state(BLOCKED, None)
                 board.requeue(blocked, self._now_s())
                 done[trial_id] = trial_id
             self.store.event("retried", trials=done)
         return done
 
-    def give_up(self, idx: int) -> None:
-        """Let what is blocked be committed as it ended: what needs it is skipped."""
-        if idx != self.board.blocked:
-            raise InvalidValue(f"{derive_trial_id(self.board.slots[idx])} does not block the run")
-        self.store.set_state(_BLOCKED, None)
-        self._given_up = idx
-        self.board.finish(idx)
+    def give_up(self, indices: Sequence[int]) -> list[str]:
+        """Let what is blocked be committed as it ended: what needs it is skipped. Return it."""
+        for idx in indices:
+            if idx != self.board.blocked:
+                raise InvalidValue(f"{derive_trial_id(self.board.slots[idx])} does not block the run: nothing to drop")
+            with self.store.batch():
+                self.store.set_state(BLOCKED, None)
+                self.store.set_state(_GIVEN_UP, idx)
+            self._given_up = idx
+            self.board.finish(idx)
+        return [derive_trial_id(self.board.slots[idx]) for idx in indices]
 
     # --- parts ---
 
@@ -287,6 +317,13 @@ def experiment_of(store: RunStore) -> Experiment:
 def with_submitted(store: RunStore, experiment: Experiment) -> Experiment:
     submitted = store.submitted()
     return experiment.model_copy(update={"tasks": (*experiment.tasks, *submitted)}) if submitted else experiment
+
+
+def digests_of(experiment: Experiment, tasks: Sequence[Task]) -> dict[str, str]:
+    """Return the digest of each file that the tasks name. Raises `InvalidExperiment` if one is not there."""
+    alone = experiment.model_copy(update={"tasks": tuple(tasks)})
+    check_files(alone)
+    return file_digests(alone)
 
 
 def check_tasks(experiment: Experiment, tasks: Sequence[Task], known: Mapping[str, Task]) -> None:

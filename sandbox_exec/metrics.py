@@ -423,14 +423,16 @@ def prometheus(snapshot: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     histogram("wait_seconds", "From when a trial could start until an attempt was dispatched.", snapshot["wait_s"])
     histogram("latency_seconds", "From the dispatch of an attempt to its end.", snapshot["latency_s"])
     family("workers", "gauge", "Workers that there are.", [({}, snapshot["workers"])])
-    family("utilisation_ratio", "gauge", "Share of the workers' time.", _by("since", snapshot["utilisation"]))
-    per_minute = snapshot["throughput_per_minute"]
-    family("throughput_per_minute", "gauge", "Trials committed in a minute.", _by("since", per_minute))
+    for name, text in (
+        ("utilisation", "Share of the workers that were busy, since the start or for the last minute."),
+        ("throughput_per_minute", "Trials committed in a minute, since the start or for the last one."),
+    ):
+        family(name, "gauge", text, _by("since", snapshot[name]))
     for kind in ("variant", "tag"):
         for suffix, type_, text, field in (
             ("trials_total", "counter", "Trials committed, without those that were skipped.", "of"),
-            ("trials_failed_total", "counter", "Those of them that failed.", "failed"),
-            ("failure_ratio", "gauge", "Share of them that failed.", "rate"),
+            ("trials_failed_total", "counter", "Trials committed that failed.", "failed"),
+            ("failure_ratio", "gauge", "Share that failed of the trials committed and not skipped.", "rate"),
         ):
             shares = snapshot["failure_rate"][f"by_{kind}"]
             family(f"{kind}_{suffix}", type_, text, _by(kind, {name: share[field] for name, share in shares.items()}))

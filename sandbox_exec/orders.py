@@ -46,8 +46,8 @@ def _load(order: str, base: str) -> type[TaskQueue]:
         sys.path.remove(base)
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if not isinstance(found, type) or missing:
-        hint = "derive it from sandbox_exec.SequentialQueue"
+        lack = ", ".join(missing) or "a class"
         raise InvalidExperiment(
-            f"design.order: {order!r} is no queue, it lacks {', '.join(missing) or 'a class'}: {hint}"
+            f"design.order: {order!r} is no queue, it lacks {lack}: derive it from sandbox_exec.SequentialQueue"
         )
     return cast(type[TaskQueue], found)

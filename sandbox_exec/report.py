@@ -629,8 +629,8 @@ def _notes(
 ) -> Iterator[str]:
     if progress.committed < progress.slots:
         yield (
-            f"The run is not finished: {progress.committed} of {progress.slots} trials are committed, in the schedule's order, "
-            "so what comes later in it is not among them."
+            f"The run is not finished: {progress.committed} of {progress.slots} trials are committed, in the "
+            "schedule's order, so what comes later in it is not among them."
         )
     if len(judged) < progress.committed:
         yield f"Trials that were retried, of which the last try counts: {progress.committed - len(judged)}."

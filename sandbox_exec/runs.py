@@ -42,12 +42,13 @@ from sandbox_exec.experiment import (
 from sandbox_exec.graders import FUNCTIONS, hidden_from_agents, images_of, limits_of_graders
 from sandbox_exec.guest.view import remove_scratch
 from sandbox_exec.ledger import QUEUE, with_submitted
+from sandbox_exec.metrics import MetricsServer
 from sandbox_exec.orders import make_queue
 from sandbox_exec.sandbox import reaper
 from sandbox_exec.sandbox.provider import chosen
 from sandbox_exec.sandbox.reaper import Reaped
 from sandbox_exec.schedule.queues import number
-from sandbox_exec.store import RunStore, holder, write_atomic
+from sandbox_exec.store import Progress, RunStore, holder, write_atomic
 from sandbox_exec.store.db import DB_NAME
 
 ARTIFACTS: Final = "artifacts"  # in the run's folder: the unpacked agents, by the digest of their archive
@@ -122,6 +123,9 @@ class RunStatus(Contract):
     by_status: Mapping[Status, int]
     in_flight: tuple[InFlight, ...]
     last_failures: tuple[Failure, ...] = Field(description="The latest committed ones, latest last.")
+    lifecycle: Mapping[str, int] = Field(
+        description="Trials that are pending, assigned, executing, retrying, completed, failed or skipped."
+    )
     metrics: Mapping[str, Any] | None = Field(
         description="Depth, waits, throughput, failure rates and alerts; of the last coordinator, if none works at it."
     )
@@ -140,6 +144,7 @@ def run(
     backend: WorkerBackend | None = None,
     on_ready: Callable[[Coordinator], None] | None = None,
     keep_open: bool = False,
+    metrics_port: int | None = None,
 ) -> RunSummary:
     """Make a run of an experiment, or of the file that holds one, and work at it until it ends.
 
@@ -151,6 +156,7 @@ def run(
     backend: where trials run; by default processes of this machine. It is closed at the end, as that would be.
     on_ready: given the coordinator before the first trial: `drain`, `kill` and `submit` may be called from anywhere.
     keep_open: when all is done, wait for more tasks to be submitted, until the run is stopped.
+    metrics_port: serve metrics for Prometheus at this port of the loopback, path /metrics; 0 picks one.
 
     Ctrl-C is KeyboardInterrupt, as everywhere: what is in flight is killed, and the run can be continued.
     Raises `InvalidExperiment`, `InvalidValue` and `SandboxUnavailable` before there is a run. What goes wrong with the
@@ -164,7 +170,7 @@ def run(
     _check_artifacts(experiment)
     run_id = _checked_id(run_id) if run_id is not None else new_run_id(experiment.name)
     store, frozen = make_run(experiment, Path(os.path.abspath(runs)) / run_id)
-    return _work(store, frozen, workers, containment, callbacks, backend, on_ready, keep_open)
+    return _work(store, frozen, workers, containment, callbacks, backend, on_ready, keep_open, metrics_port)
 
 
 def make_run(
@@ -182,7 +188,7 @@ def make_run(
     queue = make_queue(experiment)
     slots = number(queue.submit(experiment.tasks)) if slots is None else slots
     frozen, own = freeze_functions(experiment)
-    digests = {**input_digests(frozen), **_image_digests(frozen)}
+    digests = {**input_digests(frozen), **image_digests(frozen)}
     if (folder / DB_NAME).exists():
         raise InvalidValue(f"there is a run in {folder} already: continue it, or name another")
     # Before the database: a run that exists has all that it needs.
@@ -209,7 +215,7 @@ def work_at(store: RunStore, experiment: Experiment, **how: Any) -> RunSummary:
         store.close()
         raise
     callbacks, backend, on_ready = how.pop("callbacks", ()), how.pop("backend", None), how.pop("on_ready", None)
-    return _work(store, experiment, workers, containment, callbacks, backend, on_ready, False)
+    return _work(store, experiment, workers, containment, callbacks, backend, on_ready)
 
 
 def continue_run(
@@ -221,6 +227,7 @@ def continue_run(
     backend: WorkerBackend | None = None,
     on_ready: Callable[[Coordinator], None] | None = None,
     keep_open: bool = False,
+    metrics_port: int | None = None,
 ) -> RunSummary:
     """Work at what is not committed of the run in `folder`, as `run` does; nothing, if it is completed.
 
@@ -237,7 +244,7 @@ def continue_run(
     except BaseException:
         store.close()
         raise
-    return _work(store, experiment, workers, containment, callbacks, backend, on_ready, keep_open)
+    return _work(store, experiment, workers, containment, callbacks, backend, on_ready, keep_open, metrics_port)
 
 
 def new_run_id(name: str) -> str:
@@ -300,6 +307,7 @@ def status_of(folder: PathLike) -> RunStatus:
             by_status=progress.by_status,
             in_flight=tuple(in_flight),
             last_failures=_last_failures(store, progress.committed, progress.by_status),
+            lifecycle=_lifecycle(progress, live),
             metrics=figures.get("metrics"),
             lanes=figures.get("lanes"),
             queue=figures.get("queue"),
@@ -317,7 +325,8 @@ def _work(
     callbacks: Iterable[RunCallback],
     backend: WorkerBackend | None,
     on_ready: Callable[[Coordinator], None] | None,
-    keep_open: bool,
+    keep_open: bool = False,
+    metrics_port: int | None = None,
 ) -> RunSummary:
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -326,7 +335,7 @@ def _work(
         to_do = committed < slots or keep_open
         artifacts = _unpack_artifacts(store.folder, experiment) if to_do else {}
         answers = answers_of(store.folder)
-        images = images_in({**store.run().digests, **store.inputs()})
+        images = images_in({**store.inputs(), **store.run().digests})
         if backend is None and to_do:
             if experiment.sandbox.kind != "docker":
                 reaper.reap_folders()
@@ -351,33 +360,14 @@ def _work(
             answers=answers,
             keep_open=keep_open,
         )
-        if on_ready is not None:
-            on_ready(coordinator)
-        end = coordinator.run()
-        progress = store.progress()
-        return RunSummary(
-            run_id=store.run().run_id,
-            folder=store.folder,
-            status=end.status,
-            reason=end.reason,
-            slots=progress.slots,
-            committed=progress.committed,
-            by_status=progress.by_status,
-            by_variant=_by_variant(store),
-            wall_s=round(time.monotonic() - started_s, 3),
-        )
-
-
-def answers_of(folder: Path) -> dict[str, Answer]:
-    """By trial, what is graded instead of what an agent leaves; empty, where agents run."""
-    try:
-        there = json.loads((folder / ANSWERS).read_bytes())
+        if metrics_port is not None:
+            server = MetricsServer(metrics_port, lambda: _metrics_text(store.folder))
     except FileNotFoundError:
         return {}
     return {name: Answer(archive=folder / one["archive"], agent=one["agent"]) for name, one in there.items()}
 
 
-def _image_digests(experiment: Experiment) -> dict[str, str]:
+def image_digests(experiment: Experiment) -> dict[str, str]:
     """What each image is now, pulled if it is not there and can be had."""
     if experiment.sandbox.kind != "docker":
         return {}
@@ -516,9 +506,9 @@ def _checked_id(run_id: str) -> str:
 
 
 def _check_unchanged(store: RunStore, experiment: Experiment) -> None:
-    old = {**store.run().digests, **store.inputs()}
+    old = {**store.inputs(), **store.run().digests}
     now = with_submitted(store, experiment)
-    images = _image_digests(now)
+    images = image_digests(now)
     # An image that was not there may have been built since: its trials that ran have failed, and the others can run.
     known = {name: digest for name, digest in images.items() if old.get(name, MISSING) != MISSING}
     inputs = {name: digest for name, digest in old.items() if name in known or not name.startswith(IMAGE)}
@@ -564,6 +554,21 @@ def _live_status(folder: Path) -> dict[str, Any]:
     except RunNotActive:  # it is beginning or ending
         return {}
     return answer if answer.get("status") in get_args(RunState) else {}
+
+
+def _metrics_text(folder: Path) -> str:
+    return str(ask(folder, do="metrics", timeout_s=STATUS_S)["text"])
+
+
+def _lifecycle(progress: Progress, live: Mapping[str, Any]) -> dict[str, int]:
+    """From the database what is committed; how far the rest is, only a living coordinator knows."""
+    skipped, completed = progress.by_status.get(Status.SKIPPED, 0), progress.by_status.get(Status.SUCCESS, 0)
+    left = progress.slots - progress.committed
+    found = {"pending": left - progress.active, "assigned": progress.active, "executing": 0, "retrying": 0}
+    if live:
+        known = live["metrics"]["lifecycle"]
+        found = {name: known[name] for name in ("pending", "assigned", "executing", "retrying", "finished")}
+    return {**found, "completed": completed, "failed": progress.committed - completed - skipped, "skipped": skipped}
 
 
 def _details(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
-from boards import board, dispatched, run_one, schedule, task, variant
+from boards import board, dispatched, queue_of, run_one, schedule, task, variant
 
 from sandbox_exec.contracts.experiment import Design
 from sandbox_exec.contracts.status import Status
@@ -33,7 +33,7 @@ def test_an_empty_schedule_is_done() -> None:
     b = board()
     assert b.done
     assert not b.committable
-    assert list(b.ready()) == []
+    assert dispatched(b) == []
 
 
 def test_a_board_is_done_when_the_last_slot_is_committed() -> None:
@@ -54,25 +54,22 @@ def test_only_an_ended_slot_whose_turn_it_is_can_be_committed() -> None:
     assert b.committable
 
 
-def test_ready_slots_come_lowest_first_and_stay() -> None:
+def test_slots_start_lowest_first_those_that_were_put_back_too() -> None:
     b = board(*(f"t{n}" for n in range(50)))
     for idx in (7, 3, 30, 0):
         b.start(idx)
     for idx in (30, 7):
         b.requeue(idx, 0.0)
-    b.advance(0.0)
-    due = [idx for idx in range(50) if idx not in (0, 3)]
-    assert list(b.ready()) == due
-    assert list(b.ready()) == due
+    assert dispatched(b, 0.0) == [idx for idx in range(50) if idx not in (0, 3)]
 
 
 def test_a_slot_started_from_the_middle_and_put_back_is_ready_once() -> None:
     b = board("t0", "t1", "t2")
     b.start(1)
     b.requeue(1, 5.0)
-    assert list(b.ready()) == [0, 2]
-    b.advance(5.0)
-    assert list(b.ready()) == [0, 1, 2]
+    assert dispatched(b) == [0, 2]
+    assert dispatched(b, 5.0) == [1]
+    assert dispatched(b, 5.0) == []
 
 
 @pytest.mark.parametrize(
@@ -80,9 +77,12 @@ def test_a_slot_started_from_the_middle_and_put_back_is_ready_once() -> None:
     [
         (lambda b: b.start(0), "slot 0 is committed, not ready"),
         (lambda b: b.start(4), "slot 4 is waiting, not ready"),
-        (lambda b: b.finish(2), "slot 2 is ready, not in flight"),
-        (lambda b: b.requeue(2, 0.0), "slot 2 is ready, not in flight"),
-        (lambda b: b.skip(1, "why not"), "slot 1 is in flight, not waiting or queued or ready"),
+        (lambda b: b.finish(2), "slot 2 is ready, not in flight or blocked"),
+        (lambda b: b.requeue(2, 0.0), "slot 2 is ready, not in flight or blocked"),
+        (lambda b: b.skip(1, "why not"), "slot 1 is in flight, not waiting or ready"),
+        (lambda b: b.withdraw(1, "why not"), "slot 1 is in flight, not waiting or ready"),
+        (lambda b: b.withdraw(3, "why not"), "slot 3 is finished, not waiting or ready"),
+        (lambda b: b.block(1), "slot 1 is in flight, not finished or waiting"),
         (lambda b: b.commit(1, OK), "slot 1 is in flight, not finished or skipped"),
         (lambda b: b.commit(0, OK), "slot 0 is committed, not finished or skipped"),
         (lambda b: b.commit(3, OK), "slot 3 is not next to be committed, 1 is"),
@@ -99,8 +99,20 @@ def test_a_step_that_a_slot_cannot_take_is_refused(misuse: Callable[[Board], Non
 
 
 def test_a_ceiling_above_the_budget_is_an_error_from_the_beginning() -> None:
-    with pytest.raises(InvalidExperiment, match=r"task 't1' with variant 'a' may use 11 B .* 10 B: lower its memory"):
-        board("t0", "t1", memory={"t1": 11}, budget=10)
+    with pytest.raises(InvalidExperiment, match=r"a trial may use 11 B .* 10 B: lower sandbox.memory, or raise"):
+        board("t0", "t1", memory=11, budget=10)
+
+
+@pytest.mark.parametrize(
+    ("memory", "budget", "most"),
+    [(3, 10, 3), (10, 10, 1), (5, 10, 2), (1, 100, 4), (0, 10, 4), (0, 0, 4)],
+)
+def test_as_many_run_at_once_as_their_ceiling_fits_the_budget(memory: int, budget: int, most: int) -> None:
+    b = board("t0", "t1", "t2", "t3", "t4", memory=memory, budget=budget, max_concurrency=4)
+    assert b.most_at_once == most
+    assert len(dispatched(b)) == most
+    b.finish(0)
+    assert dispatched(b) == [most]
 
 
 def test_a_dependency_that_stands_later_is_an_error_from_the_beginning() -> None:
@@ -111,7 +123,7 @@ def test_a_dependency_that_stands_later_is_an_error_from_the_beginning() -> None
 def test_a_schedule_with_a_gap_is_refused() -> None:
     slots = schedule([task("t0"), task("t1")], [variant("a")])
     with pytest.raises(ValueError, match="slot 0 of the schedule says that it is 1"):
-        Board(slots[1:], {"t1": task("t1")}, {"a": variant("a")}, Design(), lambda slot: 1, 1)
+        Board(slots[1:], {"t1": task("t1")}, {"a": variant("a")}, Design(), queue_of([], [variant("a")], Design()), 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +176,7 @@ def test_a_board_made_from_commits_knows_what_they_did() -> None:
     ]
     b = board(*tasks, committed=[OK, FAILED])
     assert b.next_to_commit == 2
-    assert list(b.ready()) == [2, 3]
+    assert dispatched(b) == [2, 3]
     assert b.doomed == {4: "it depends on task t1, which ended as agent_error"}
 
 
@@ -177,9 +189,8 @@ def test_a_board_made_from_commits_knows_the_row_of_failures() -> None:
 
 def test_active_trials_count_from_the_beginning() -> None:
     tasks = [task("t0"), task("t1", chain="c"), task("t2", chain="c"), task("t3")]
-    b = board(*tasks, variants=[variant("a", 2)], memory={"t1": 7}, committed=[OK], active=[1])
+    b = board(*tasks, variants=[variant("a", 2)], committed=[OK], active=[1])
     assert b.in_flight == {1}
-    assert b.in_flight_bytes == 7
     assert dispatched(b) == [3]  # 2 waits for its chain, and the variant has two
     b.finish(1)
     assert dispatched(b) == [2]
@@ -206,13 +217,22 @@ def test_a_slot_cannot_be_committed_and_active() -> None:
         board("t0", committed=[OK], active=[0])
 
 
-def test_what_pruning_left_of_the_ready_slots_is_swept_away() -> None:
+def test_adopted_trials_count_even_where_they_are_more_than_the_limits() -> None:
+    b = board("t0", "t1", "t2", "t3", "t4", variants=[variant("a", 1)], max_concurrency=4, active=[0, 1, 2])
+    assert dispatched(b) == []
+    b.finish(0)
+    b.finish(1)
+    assert dispatched(b) == []
+    b.finish(2)
+    assert dispatched(b) == [3]
+
+
+def test_what_is_pruned_is_forgotten_by_the_queue() -> None:
     variants = [variant("a"), variant("b"), variant("c")]
-    b = board(*(f"t{n}" for n in range(1000)), variants=variants, prune_after_failures=1)
+    b = board(*(f"t{n}" for n in range(50)), variants=variants, prune_after_failures=1, max_concurrency=200)
     run_one(b, FAILED)
     run_one(b, FAILED)
-    assert list(b.ready()) == list(range(2, 3000, 3))
-    assert len(b._ready) <= 2 * 1000 + 64
+    assert dispatched(b, capacity=200) == list(range(2, 150, 3))
 
 
 def test_what_skipping_left_of_the_delayed_slots_is_swept_away() -> None:
@@ -228,11 +248,10 @@ def test_what_skipping_left_of_the_delayed_slots_is_swept_away() -> None:
     assert b.next_due_s is None
 
 
-def test_a_skipped_slot_gives_its_variants_place_to_another() -> None:
+def test_a_skipped_slot_leaves_its_place_to_another() -> None:
     b = board("t0", "t1", variants=[variant("a", 1)])
-    assert list(b.ready()) == [0]
     b.skip(0, "no need")
-    assert list(b.ready()) == [1]
+    assert dispatched(b) == [1]
 
 
 def test_a_slot_costs_well_under_a_kibibyte() -> None:
@@ -244,9 +263,10 @@ def test_a_slot_costs_well_under_a_kibibyte() -> None:
     variants = {"a": variant("a", 3)}
     slots = schedule(tasks, list(variants.values()))
     by_id = {each.id: each for each in tasks}
+    queue = queue_of([], list(variants.values()), Design())
     tracemalloc.start()
     try:
-        b = Board(slots, by_id, variants, Design(max_concurrency=8), lambda slot: 1, 100)
+        b = Board(slots, by_id, variants, Design(max_concurrency=8), queue, 1, 100)
         per_slot = tracemalloc.get_traced_memory()[0] / count
     finally:
         tracemalloc.stop()

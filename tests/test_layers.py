@@ -37,7 +37,7 @@ LAYERS: list[set[str]] = [
     {"coordinator"},
     {"images"},
     {"pool", "runs", "doctor", "preflight", "report", "viewer"},
-    {"regrade", "trial_reports"},
+    {"regrade", "submission", "trial_reports"},
     {"benchmark"},
     {ROOT},  # re-exports, for users; above it, a name is imported from where it lives
     {"display", "testing"},

@@ -24,7 +24,6 @@ from sandbox_exec.contracts.queue import AlertSettings
 from sandbox_exec.errors import InvalidValue
 from sandbox_exec.metrics import BOUNDS_S, Metrics, MetricsServer, prometheus
 
-NEVER = AlertSettings()
 TAGS = {"sums": ("maths", "easy"), "proof": ("maths", "maths"), "essay": ()}
 
 
@@ -486,7 +485,7 @@ def test_every_figure_is_in_the_text() -> None:
     assert value("latency_seconds_bucket", le="4.0") == 1
     assert value("latency_seconds_count") == 1
     assert value("workers") == 2
-    assert value("utilisation_ratio", since="start") == pytest.approx(0.65)
+    assert value("utilisation", since="start") == pytest.approx(0.65)
     assert value("throughput_per_minute", since="minute") == 12
     assert value("variant_trials_failed_total", variant=awkward) == 1
     assert value("variant_failure_ratio", variant="a") == 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_exec.guest import ComponentRegistry, TrialTimeout, registry
-from sandbox_exec.guest import context as context_module
 from sandbox_exec.guest.context import TrialContext, context, set_context
 from sandbox_exec.guest.registry import CONFIG, MAX_SNAPSHOT, STREAM_ROOM, TRACES, as_json, watch_trace
 from sandbox_exec.trial.trace import MAX_LINE_BYTES, parse_object
@@ -237,7 +238,7 @@ def test_snapshots_leave_room_in_the_trace_and_the_last_one_finds_some() -> None
 @pytest.fixture
 def trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A trial in this process; what is returned is the end of its trace that is read."""
-    monkeypatch.setattr(context_module, "_current", None)
+    monkeypatch.setattr(sys.modules[TrialContext.__module__], "_current", None)
     reading, writing = os.pipe()
     set_context(TrialContext(seed=0, deadline_s=None, trace_fd=writing))
     yield reading
@@ -253,7 +254,7 @@ def test_an_event_takes_a_snapshot_along_if_the_last_one_is_a_while_ago(
     trace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr(registry.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(registry, "time", SimpleNamespace(monotonic=lambda: now_s))
     found = ComponentRegistry(context().trace)
     one = Component({"n": 1})
     found.register("agents", "a", one)
@@ -281,7 +282,7 @@ def test_what_a_component_traces_while_it_is_asked_asks_nobody_again(
             context().trace("asked")
             return None
 
-    monkeypatch.setattr(registry.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(registry, "time", SimpleNamespace(monotonic=lambda: now_s))
     found = ComponentRegistry(context().trace)
     found.register("agents", "a", Talking())
     watch_trace(found)
@@ -291,7 +292,7 @@ def test_what_a_component_traces_while_it_is_asked_asks_nobody_again(
 
 def test_another_thread_takes_no_snapshots_along(trace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(registry.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(registry, "time", SimpleNamespace(monotonic=lambda: now_s))
     found = ComponentRegistry(context().trace)
     found.register("agents", "a", Component({"n": 1}))
     watch_trace(found)

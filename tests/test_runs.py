@@ -366,9 +366,9 @@ def test_what_cannot_be_run_is_refused_before_there_is_a_run(
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_order_that_is_not_built_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidExperiment, match="'adaptive' is not built yet"):
-        experiment(tmp_path, design={"order": "adaptive"})
+def test_an_order_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match="'backwards' is no order; allowed: sequential, priority, adaptive"):
+        experiment(tmp_path, design={"order": "backwards"})
 
 
 def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pytest
-from boards import board, commit, dispatched, run_one, schedule, skip_all, task, variant
+from boards import board, commit, decide, dispatched, queue_of, run_one, schedule, skip_all, task, variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from sandbox_exec.contracts.status import Blame, Status
 from sandbox_exec.contracts.words import Slot, Task, TaskProtocol, Variant
 from sandbox_exec.schedule.board import Board, Counts
 from sandbox_exec.schedule.retries import RetryPolicy
-from sandbox_exec.schedule.scheduler import LOOK_AHEAD, Decisions, Verdict, decide, verdict_at_commit
+from sandbox_exec.schedule.scheduler import Decisions, Verdict, verdict_at_commit
 
 unhurried = settings(deadline=None)  # a busy machine is no fault of the code
 
@@ -107,22 +107,11 @@ def test_a_chain_goes_on_after_a_skipped_slot() -> None:
     assert dispatched(b) == [2]
 
 
-def test_ceilings_in_flight_fit_the_budget() -> None:
-    b = board("t0", "t1", "t2", memory={"t0": 6, "t1": 6, "t2": 4}, budget=10)
-    assert dispatched(b) == [0, 2]
-    b.finish(2)
-    assert dispatched(b) == []
-    b.finish(0)
-    assert dispatched(b) == [1]
-
-
-def test_small_trials_pass_a_large_one_that_waits_for_memory_only_so_often() -> None:
-    b = board("t0", "big", *(f"t{n}" for n in range(1, 200)), memory={"big": 10}, budget=10, max_concurrency=2)
-    order = dispatched(b)
-    while 1 not in b.in_flight:
-        b.finish(min(b.in_flight))
-        order += dispatched(b)
-    assert order == [0, *range(2, 2 + LOOK_AHEAD), 1]
+def test_what_is_decided_is_started() -> None:
+    b = board("t0", "t1", max_concurrency=1)
+    assert decide(b, 0.0, 9).dispatch == (0,)
+    assert b.in_flight == {0}
+    assert decide(b, 0.0, 9).dispatch == ()
 
 
 def test_a_slot_is_not_started_before_its_time() -> None:
@@ -193,11 +182,10 @@ def test_the_waiting_slots_of_a_pruned_variant_are_skipped() -> None:
     b = board("t0", "t1", "t2", "t3", variants=[variant("a"), variant("b")], prune_after_failures=2)
     for status in (FAILED, OK, FAILED):
         run_one(b, status)
-    decisions = skip_all(b)
-    assert decisions.skip == ((4, PRUNED), (6, PRUNED))
-    assert decisions.dispatch == (3, 5, 7)
+    assert skip_all(b).skip == ((4, PRUNED), (6, PRUNED))
     run_one(b, OK)
     assert commit(b, None) == Verdict(Status.SKIPPED, PRUNED)
+    assert dispatched(b) == [5, 7]
 
 
 def test_a_pruned_variants_trials_in_flight_finish_and_are_committed_as_skipped() -> None:
@@ -271,10 +259,14 @@ def test_after_its_duration_a_run_starts_nothing_and_skips_what_waits_in_order()
     assert b.done
 
 
-def test_a_duration_that_is_not_over_wakes_nobody_when_nothing_waits() -> None:
-    b = board("t0", max_duration_s=50.0)
-    dispatched(b)
-    assert decide(b, 0.0, 9).wake_s is None
+def test_a_duration_wakes_as_long_as_something_waits_or_is_in_flight() -> None:
+    b = board("t0", "t1", max_duration_s=50.0, max_concurrency=1)
+    assert decide(b, 0.0, 9) == Decisions(dispatch=(0,), wake_s=50.0)
+    b.finish(0)
+    assert decide(b, 0.0, 9) == Decisions(dispatch=(1,), wake_s=50.0)
+    assert decide(b, 0.0, 9) == Decisions(wake_s=50.0)
+    b.finish(1)
+    assert decide(b, 0.0, 9) == Decisions()
 
 
 def test_a_verdict_is_given_only_when_it_is_the_slots_turn() -> None:
@@ -302,7 +294,7 @@ class Case:
     tasks: tuple[Task, ...]
     variants: tuple[Variant, ...]
     repeats: int
-    memory: tuple[int, ...]
+    memory: int
     budget: int
     prune_after: int | None
     scripts: tuple[tuple[Status, ...], ...]
@@ -334,15 +326,15 @@ def cases(draw: st.DrawFn) -> Case:
     limits = draw(st.lists(st.sampled_from([None, 1, 2]), min_size=1, max_size=3))
     variants = tuple(variant(f"v{n}", limit) for n, limit in enumerate(limits))
     repeats = draw(st.integers(1, 2))
-    memory = draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    memory = draw(st.integers(0, 4))
     status = st.sampled_from([OK, OK, FAILED, FAILED, Status.TASK_TIMEOUT, *Status])
     slots = count * len(variants) * repeats
     return Case(
         tasks=tasks,
         variants=variants,
         repeats=repeats,
-        memory=tuple(memory),
-        budget=draw(st.integers(max(memory), 12)),
+        memory=memory,
+        budget=draw(st.integers(memory, 12)),
         prune_after=draw(st.sampled_from([None, 1, 2, 3])),
         scripts=tuple(
             tuple(each) for each in draw(st.lists(st.lists(status, max_size=4), min_size=slots, max_size=slots))
@@ -417,21 +409,22 @@ class Run:
 
     def __post_init__(self) -> None:
         self.slots = self.case.slots
-        self.memory = {each.id: size for each, size in zip(self.case.tasks, self.case.memory, strict=True)}
         self.board = self.new_board()
 
     def new_board(self) -> Board:
         """A board from what a run leaves behind: commits, and the trials that were dispatched."""
+        design = Design(
+            max_concurrency=self.concurrency,
+            prune_after_failures=self.case.prune_after,
+            max_duration_s=self.duration_s,
+        )
         b = Board(
             self.slots,
             {each.id: each for each in self.case.tasks},
             {each.id: each for each in self.case.variants},
-            Design(
-                max_concurrency=self.concurrency,
-                prune_after_failures=self.case.prune_after,
-                max_duration_s=self.duration_s,
-            ),
-            lambda slot: self.memory[slot.task_id],
+            design,
+            queue_of(self.case.tasks, self.case.variants, design),
+            self.case.memory,
             self.case.budget,
             committed=[row.status for row in self.history],
             active=self.in_flight | self.finished,
@@ -470,23 +463,24 @@ class Run:
 
     def act(self) -> bool:
         self.board.advance(self.now_s)
-        before = self.board.counts
         decisions = decide(self.board, self.now_s, self.capacity)
-        assert decisions == decide(self.board, self.now_s, self.capacity)
-        assert self.board.counts == before
+        for idx in decisions.dispatch:
+            self.check_may_start(idx)
+            self.in_flight.add(idx)
+        self.compare()
+        again = decide(self.board, self.now_s, self.capacity)
+        assert again == decisions._replace(dispatch=(), wake_s=again.wake_s)
         for idx, reason in decisions.skip:
             assert idx not in self.in_flight | self.finished | self.skipped
             self.board.skip(idx, reason)
             self.skipped.add(idx)
-        for idx in decisions.dispatch:
-            self.check_may_start(idx)
-            self.board.start(idx)
-            self.in_flight.add(idx)
         return bool(decisions.skip or decisions.dispatch)
 
     def pass_time(self) -> None:
         """Something happens by itself: a trial ends, or a delay does. If nothing can, the run is stuck."""
-        wake_s = decide(self.board, self.now_s, self.capacity).wake_s
+        decisions = decide(self.board, self.now_s, self.capacity)
+        assert not decisions.dispatch, "there was nothing to do"
+        wake_s = decisions.wake_s
         assert self.in_flight or wake_s is not None or self.board.committable, "stuck"
         if self.in_flight and (wake_s is None or self.chance.random() < 0.8):
             self.now_s += self.chance.random()
@@ -519,7 +513,7 @@ class Run:
         assert len(flying) < min(self.concurrency, self.capacity)
         if own.max_parallel_trials is not None:
             assert sum(each.variant_id == own.id for each in flying) < own.max_parallel_trials
-        assert sum(self.memory[each.task_id] for each in [*flying, slot]) <= self.case.budget
+        assert self.case.memory * (len(flying) + 1) <= self.case.budget
         assert self.now_s >= self.not_before.get(idx, 0.0)
         if self.duration_s is not None:
             assert self.now_s < self.duration_s
@@ -551,7 +545,6 @@ class Run:
             committed=len(self.history),
         )
         assert self.board.in_flight == self.in_flight
-        assert self.board.in_flight_bytes == sum(self.memory[self.slots[idx].task_id] for idx in self.in_flight)
 
 
 runs = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32))
@@ -612,9 +605,7 @@ def seconds_a_slot(count: int) -> float:
     while not b.done:
         step += 1
         b.advance(float(step))
-        for idx in decide(b, float(step), 8).dispatch:
-            b.start(idx)
-            flying.append(idx)
+        flying += decide(b, float(step), 8).dispatch
         if flying:
             idx = flying.pop(chance.randrange(len(flying)))
             if idx % 16 == 0 and idx not in put_back:

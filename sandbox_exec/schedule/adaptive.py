@@ -6,8 +6,8 @@ likely it is solved. Each repeat of a variant is a session of its own:
   choice      the task with the most Fisher information at the ability as estimated so far; of equals, the first one
   estimate    the mean of the posterior, with a wide normal prior. So there is one for all right and all wrong too,
               which have no maximum of the likelihood; catsim gives the curves, but has no such estimator
-  error       the posterior's deviation and a tenth of it: the parameters of tasks are estimates too. With exact ones the
-              interval of 1.96 errors to each side holds the truth about 97 times of 100
+  error       the posterior's deviation and a tenth of it, as the parameters of tasks are estimates too. With exact ones
+              the interval of 1.96 errors to each side holds the truth 96 to 97 times of 100
   end         at `standard_error`, after `min_tasks` answers; at `max_tasks` chosen; with the last task
 
 The schedule is a sequence of rounds, each with one cell for every session that has not ended. There are `look_ahead`
@@ -39,7 +39,7 @@ _REACH: Final = 8.0  # abilities are looked for from minus to plus this: four de
 _STEP: Final = 0.02
 _MARGIN: Final = 1.1  # of the error
 _NEVER_SURE: Final = 1e-9  # of a probability: what rounding makes 0 or 1 would rule abilities out
-_DIGITS: Final = 9  # that choices follow from: the last ones of a float differ between machines, and between equals
+_DIGITS: Final = 9  # of what choices follow from: the last ones of a float may differ between machines
 _NO_ANSWER: Final = "-"  # "1" and "0" are those that count
 
 
@@ -51,7 +51,7 @@ class Estimate(NamedTuple):
 
 
 class AdaptiveQueue(SequentialQueue):
-    """Chooses tasks by what is known of each variant. See the module's text; `observe` is for cells it gave."""
+    """Chooses tasks by what is known of each variant. `observe` is for the cells that it gave, in their order."""
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
@@ -221,8 +221,8 @@ class _Model:
 
     def best(self, items: Floats, free: Flags, ability: float) -> int:
         """The number of the free item with the most information at this ability; of equals, the first."""
-        # Where an answer is certain, catsim divides 0 by 0.
-        information = self._numpy.nan_to_num(self._irt.inf_hpc(ability, items)).round(_DIGITS)
+        # Where an answer is certain, catsim divides 0 by 0. Half of the digits: of equals the last ones may differ.
+        information = self._numpy.nan_to_num(self._irt.inf_hpc(ability, items)).astype("float32")
         information[~free] = -1.0
         return int(information.argmax())
 

@@ -256,7 +256,7 @@ class RunStore:
         inputs: Mapping[str, str] | None = None,
         retry_of: Mapping[int, int] | None = None,
     ) -> None:
-        """Let slots join the schedule, after all others, with the tasks that they are of and the digests of their files.
+        """Let slots join the schedule, after all others, with the tasks that they are of and their files' digests.
 
         Raises `InvalidValue`, and changes nothing, unless they are the next ones and of cells that are not there.
         """
@@ -266,7 +266,7 @@ class RunStore:
                 "INSERT INTO tasks (task_id, submitted_at, task) VALUES (?, ?, ?)",
                 [(task.id, now, task.model_dump_json()) for task in tasks],
             )
-            db.executemany("INSERT OR REPLACE INTO inputs VALUES (?, ?)", (inputs or {}).items())
+            db.executemany("INSERT OR IGNORE INTO inputs VALUES (?, ?)", (inputs or {}).items())
             ((first,),) = db.execute("SELECT slots FROM run")
             made = _insert_slots(db, slots, first, now, retry_of or {})
             db.execute("UPDATE run SET slots = slots + ?", (made,))
