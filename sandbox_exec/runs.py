@@ -362,6 +362,29 @@ def _work(
         )
         if metrics_port is not None:
             server = MetricsServer(metrics_port, lambda: _metrics_text(store.folder))
+            stack.callback(server.close)
+            store.event("metrics", port=server.port)
+        if on_ready is not None:
+            on_ready(coordinator)
+        end = coordinator.run()
+        progress = store.progress()
+        return RunSummary(
+            run_id=store.run().run_id,
+            folder=store.folder,
+            status=end.status,
+            reason=end.reason,
+            slots=progress.slots,
+            committed=progress.committed,
+            by_status=progress.by_status,
+            by_variant=_by_variant(store),
+            wall_s=round(time.monotonic() - started_s, 3),
+        )
+
+
+def answers_of(folder: Path) -> dict[str, Answer]:
+    """By trial, what is graded instead of what an agent leaves; empty, where agents run."""
+    try:
+        there = json.loads((folder / ANSWERS).read_bytes())
     except FileNotFoundError:
         return {}
     return {name: Answer(archive=folder / one["archive"], agent=one["agent"]) for name, one in there.items()}
