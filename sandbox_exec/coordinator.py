@@ -284,9 +284,10 @@ class Coordinator:
         now_s = self._clock.now_s()
         for one, started_at in since:
             trial = self._trials.setdefault(one.slot.schedule_idx, _Trial())
-            trial.attempt, trial.adopted, trial.since, trial.began_s = one.attempt, True, started_at, now_s
+            age_s = max(0.0, time.time() - started_at)
+            trial.attempt, trial.adopted, trial.since, trial.began_s = one.attempt, True, started_at, now_s - age_s
             self.ledger.lanes.adopt(one.slot.variant_id)
-            self._metrics.adopted(one.trial_id, one.slot.variant_id, max(0.0, time.time() - started_at), now_s)
+            self._metrics.adopted(one.trial_id, one.slot.variant_id, age_s, now_s)
         self._began_s = self.ledger.began_s
         self._take_up_task(commits)
         self._at("adopting")
@@ -328,11 +329,12 @@ class Coordinator:
         with self.store.batch():
             while True:
                 committed += self._commit_ready()
-                decisions = self._decide()
+                now_s = self._clock.now_s()
+                decisions = self._decide(now_s)
                 for idx, reason in decisions.skip:
                     self.board.skip(idx, reason)
                     self._call("on_queue_decision", "skip", self.board.slots[idx], reason)
-                tickets += [self._dispatch(idx) for idx in decisions.dispatch]
+                tickets += [self._dispatch(idx, now_s) for idx in decisions.dispatch]
                 if not decisions.dispatch and not decisions.skip:
                     break
             self._watch()
@@ -352,10 +354,9 @@ class Coordinator:
         wakes = (decisions.wake_s, self._metrics.next_check_s(), self._notes_due_s)
         return min((wake_s for wake_s in wakes if wake_s is not None), default=None)
 
-    def _decide(self) -> Decisions:
+    def _decide(self, now_s: float) -> Decisions:
         if self._mode != "running":
             return Decisions()
-        now_s = self._clock.now_s()
         self.board.advance(now_s)
         decisions = decide(self.board, self.ledger.lanes, now_s, self.backend.capacity())
         for warning in decisions.warnings:
@@ -390,7 +391,7 @@ class Coordinator:
             self.store.event(kind, **data)
         self._notes, self._notes_due_s = [], None
 
-    def _dispatch(self, idx: int) -> WorkerTicket:
+    def _dispatch(self, idx: int, now_s: float) -> WorkerTicket:
         """Record it; its worker hears of it when the record is on the disk."""
         slot = self.board.slots[idx]
         task = self.ledger.tasks[slot.task_id]
@@ -401,7 +402,7 @@ class Coordinator:
         trial.ticket = ticket = self.backend.submit(dispatch, folder)
         trial.adopted = trial.started = False
         trial.since, trial.phase, trial.events, trial.memory_bytes = time.time(), "", 0, None
-        trial.began_s = now_s = self._clock.now_s()
+        trial.began_s = now_s
         active = ActiveTrial(
             slot=slot, trial_id=dispatch.trial_id, attempt=trial.attempt, folder=folder, worker=ticket.worker
         )

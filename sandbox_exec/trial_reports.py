@@ -121,7 +121,7 @@ def _report(run: Path, slot: Slot, commit: Committed, completion_json: str | Non
         return TrialReport(status="skipped", error=fault, **fields)
     completion = TrialCompletion.model_validate_json(completion_json)
     folder = attempt_folder(run, completion.trial_id, completion.attempt)
-    streamed = _Streamed(folder / "trace.jsonl")
+    streamed = Streamed(folder / "trace.jsonl")
     status, error = _judged(completion, streamed.component)
     said = completion.provider
     return TrialReport(
@@ -157,7 +157,7 @@ def _judged(completion: TrialCompletion, claimed: str) -> tuple[TrialStatus, Tri
     return status, TrialFault(type=kind, message=message, component=component)
 
 
-class _Streamed:
+class Streamed:
     """The last whole snapshot of each component in a trace, and the last word on whose fault it was."""
 
     def __init__(self, trace: Path) -> None:

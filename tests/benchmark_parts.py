@@ -49,7 +49,11 @@ class Fates(Benchmark):
     def setup_environment(self, task: Task) -> Any:
         if task["input"] == "setup_environment":
             raise OSError("no such world")
-        return Part("world")
+        world = Part("world")
+        if task["input"] == "by hand":
+            self.registry.register("environment", "shop", world)
+            self.registry.register("tools", "till", Part("till"))
+        return world
 
     def setup_user(self, task: Task, environment: Any) -> Any:
         if task["input"] == "setup_user":
@@ -67,9 +71,11 @@ class Fates(Benchmark):
         user.act()
         self.registry.snapshot()
         match task["input"]:
+            case "well":
+                context().usage(tokens=120)
             case "agent":
                 agent.act(fail)
-            case "environment":
+            case "environment" | "by hand":
                 agent.act(lambda: environment.act(fail))
             case "user":
                 agent.act(lambda: user.act(fail))
@@ -150,25 +156,6 @@ class Variants(Benchmark):
 
     def evaluate(self, task: Task, evaluators: Any, answer: Any, traces: Any) -> Any:
         return {"score": 1, "data": self.agent_data, "secret": self.secret}
-
-
-class Registering(Benchmark):
-    """Names its environment itself."""
-
-    def setup_environment(self, task: Task) -> Any:
-        shop = Part("shop")
-        self.registry.register("environment", "shop", shop)
-        self.registry.register("tools", "till", Part("till"))
-        return shop
-
-    def setup_agents(self, task: Task, environment: Any, user: Any) -> Any:
-        return Part("only")
-
-    def run_agents(self, task: Task, agents: Any, environment: Any, user: Any) -> Any:
-        return environment.act(Helper().fail)
-
-    def evaluate(self, task: Task, evaluators: Any, answer: Any, traces: Any) -> Any:
-        return 1
 
 
 class Marking(Benchmark):

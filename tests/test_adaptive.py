@@ -135,6 +135,11 @@ def test_equal_tasks_are_chosen_in_their_order_and_without_parameters_all_are_eq
     assert [cell.task_id for cell in schedule] == [one.id for one in tasks]
 
 
+def test_a_task_that_is_certainly_solved_says_nothing() -> None:
+    _, cells = started([task("certain", -20.0, 20.0), task("open")])
+    assert [cell.task_id for cell in cells] == ["open", "certain"]
+
+
 def test_of_tasks_that_say_next_to_nothing_the_best_is_chosen_too() -> None:
     tasks = [task("6", 6.0, 5.0), task("-5", -5.0, 5.0), task("7", 7.0, 5.0)]
     _, cells = started(tasks)
@@ -338,6 +343,18 @@ def test_it_ends_at_the_error_but_not_before_min_tasks_and_what_was_chosen_ahead
         (said,) = queue.report()
         assert (said["ended"], said["tasks"]) == ("standard_error", len(schedule))
         assert not queue.should_continue()
+
+
+def test_a_session_that_knew_enough_stays_ended_although_what_was_chosen_ahead_is_a_surprise() -> None:
+    tasks = [task("0", 0.0, 6.0), task("1", 1.0, 6.0), task("3", 3.0, 6.0)]
+    queue, cells = started(tasks, look_ahead=3, min_tasks=2, standard_error=0.5)
+    errors = []
+    for cell, solved in zip(cells, [True, False, True], strict=True):
+        assert queue.observe(graded(cell, solved=solved)) == []
+        errors.append(queue.report()[0]["standard_error"])
+    assert errors[1] <= 0.5 < errors[2]
+    assert queue.submit([task("late")]) == []
+    assert queue.report()[0]["ended"] == "standard_error"
 
 
 def test_max_tasks_are_those_chosen_whatever_came_of_them() -> None:

@@ -296,6 +296,11 @@ def test_who_depends_on_a_merged_task_depends_on_the_one_that_stays() -> None:
     assert again == Merged((), {}, {"x2": "x", "after": "after"})
 
 
+def test_what_is_added_keeps_the_order_of_the_batch() -> None:
+    batch = (task("after", 1, depends_on=("x",)), task("x", 2), task("y", 3))
+    assert merged(batch).tasks == batch
+
+
 def test_tasks_that_say_the_same_because_their_dependencies_do_are_merged() -> None:
     batch = [task("last", 3, depends_on=("b2",)), task("b2", 2, depends_on=("a2",)), task("a2", 1)]
     found = merged(batch, [task("a", 1), task("b", 2, depends_on=("a",))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import subprocess
 import sys
@@ -11,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_parts import Fates, Marking, Registering, Searching, Task, Variants, Waiting
+from benchmark_parts import Fates, Marking, Searching, Task, Variants, Waiting
 from support import Meeting
 
 from sandbox_exec import Benchmark, InvalidExperiment, RunCallback, SandboxExecError, TrialReport, reports_of
 from sandbox_exec.benchmark import grade_of
 from sandbox_exec.contracts import Rung, Status, TrialCompletion
 from sandbox_exec.coordinator import Coordinator
+from sandbox_exec.guest.registry import CONFIG, TRACES
 from sandbox_exec.sandbox.provider import chosen
 from sandbox_exec.store import RunStore
-from sandbox_exec.trial_reports import TrialFault
+from sandbox_exec.trial_reports import Streamed, TrialFault
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"memory": "96MiB", "timeout_s": 60}
@@ -33,6 +35,7 @@ FATES = {  # by the task's input: the report's status, the component, and the ru
     "setup_agents": ("agent_error", "agent", Status.AGENT_ERROR),
     "agent": ("agent_error", "agent", Status.AGENT_ERROR),
     "environment": ("environment_error", "environment", Status.AGENT_ERROR),
+    "by hand": ("environment_error", "environment", Status.AGENT_ERROR),
     "user": ("user_error", "user", Status.AGENT_ERROR),
     "agent below environment": ("agent_error", "agent", Status.AGENT_ERROR),
     "environment fault": ("environment_error", "environment", Status.AGENT_ERROR),
@@ -134,6 +137,7 @@ def test_a_trial_that_went_well_has_all_there_is_to_say(fates: dict[str, TrialRe
     }
     assert report.usage is not None
     assert report.usage.wall_s > 0
+    assert report.usage.tokens == 120
     assert TrialReport.model_validate_json(report.model_dump_json()) == report
 
 
@@ -204,16 +208,64 @@ def test_a_trial_whose_set_up_failed_has_what_was_there(fates: dict[str, TrialRe
     assert set(fates["setup_agents"].config) == {"environment", "user"}
 
 
-def test_what_was_registered_by_hand_keeps_its_name_and_other_categories_are_blamed_for_nothing(
-    tmp_path: Path,
-) -> None:
-    (report,) = Registering().run(rows(1), runs=tmp_path, sandbox=SMALL)
-    assert report.status == "environment_error"
-    assert {category: set(of) for category, of in report.traces.items()} == {
+def test_what_was_registered_by_hand_keeps_its_name(fates: dict[str, TrialReport]) -> None:
+    assert {category: set(of) for category, of in fates["by hand"].traces.items()} == {
         "environment": {"shop"},
         "tools": {"till"},
-        "agents": {"agent"},
+        "user": {"user"},
+        "agents": {"solver", "helper"},
     }
+
+
+def streamed(folder: Path, *events: dict[str, Any] | bytes) -> Streamed:
+    lines = (event if isinstance(event, bytes) else json.dumps(event).encode() for event in events)
+    (folder / "trace.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    return Streamed(folder / "trace.jsonl")
+
+
+def of_a(**fields: Any) -> dict[str, Any]:
+    return {"type": TRACES, "category": "agents", "name": "a", **fields}
+
+
+def test_the_last_whole_snapshot_counts(tmp_path: Path) -> None:
+    parts = [of_a(part=n, parts=2, text=text) for n, text in enumerate(['{"n":', "2}"])]
+    assert streamed(tmp_path, of_a(data=1), *parts).of(TRACES) == {"agents": {"a": {"n": 2}}}
+    assert streamed(tmp_path, *parts, of_a(data=3)).of(TRACES) == {"agents": {"a": 3}}
+    assert streamed(tmp_path, of_a(data=1), parts[0]).of(TRACES) == {"agents": {"a": 1}}  # killed in between
+    assert streamed(tmp_path, parts[0], of_a(data=1), parts[1]).of(TRACES) == {"agents": {"a": 1}}
+    assert streamed(tmp_path, parts[0], *parts).of(TRACES) == {"agents": {"a": {"n": 2}}}
+    assert streamed(tmp_path, of_a(data=1), {**of_a(data=5), "type": CONFIG}).of(CONFIG) == {"agents": {"a": 5}}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type": "component_traces", "category": "agents", "name": ["a"], "data": 2}',
+        b'{"type": "component_traces", "category": "agents", "data": 2}',
+        b'{"type": "component_traces", "category": "agents", "name": "a", "part": 0, "parts": 1, "text": "NaN"}',
+        b'{"type": "component_traces", "category": "agents", "name": "a", "part": 0, "parts": 1, "text": 7}',
+        b'{"type": "component_traces", "category": "agents", "name": "a", "part": [], "parts": {}, "text": "1"}',
+        b'{"type": ["component_traces"], "category": "agents", "name": "a", "data": 2}',
+        b'{"type": "component_traces", "category": "agents", "name": "a", "data": NaN}',
+        b'"component_traces"',
+        b'{"component_',
+        b"[" * 100_000 + b'"component_"',
+    ],
+)
+def test_no_line_of_a_trace_spoils_the_others(tmp_path: Path, line: bytes) -> None:
+    assert streamed(tmp_path, of_a(data=1), line).of(TRACES) == {"agents": {"a": 1}}
+
+
+def test_what_is_kept_of_a_trace_is_bounded(tmp_path: Path) -> None:
+    many = (of_a(data=1) | {"name": f"a{number}"} for number in range(5000))
+    assert len(streamed(tmp_path, *many).of(TRACES)["agents"]) == 1000
+    large = (of_a(data="x" * 900_000) | {"name": f"a{number}"} for number in range(60))
+    assert 30 < len(streamed(tmp_path, *large).of(TRACES)["agents"]) < 40
+
+
+def test_a_trial_that_traced_nothing_said_nothing(tmp_path: Path) -> None:
+    nothing = Streamed(tmp_path / "trace.jsonl")
+    assert (nothing.of(TRACES), nothing.component) == ({}, "")
 
 
 # --- evaluation: another process, and data that no agent sees ---
@@ -264,7 +316,7 @@ def test_an_agent_can_make_no_evaluation_fail_by_what_it_leaves(tmp_path: Path) 
         {"answer.json": "1", "traces.json": '{"a": 1, "b": {"c": 2}}'},
         {"answer.json": f'"{"x" * (5 << 20)}"', "traces.json": "[]"},
     ]
-    reports = Broken().run(rows(*left), runs=tmp_path, sandbox=SMALL, grading={"grade_on": "always"})
+    reports = Broken().run(rows(*left), runs=tmp_path, max_workers=4, sandbox=SMALL, grading={"grade_on": "always"})
     assert [(report.status, (report.eval or {})["details"]["left"]) for report in reports] == [
         ("agent_error", [None, {}, "agent_error"]),
         ("agent_error", [None, {}, "agent_error"]),
@@ -291,9 +343,9 @@ def test_each_task_is_run_with_each_variant_as_often_as_was_said(tmp_path: Path)
         "plain": {},
         "careful": {"data": {"model": "m", "retries": 3}, "env": {"MODE": "careful"}},
     }
-    reports = Variants("s3cret").run(
-        rows(1, 2), runs=tmp_path, n_task_repeats=2, variants=variants, sandbox=SMALL, queue={"order": "sequential"}
-    )
+    queue = {"order": "sequential", "max_waiting": 100}
+    how: dict[str, Any] = {"n_task_repeats": 2, "variants": variants, "queue": queue, "max_workers": 4}
+    reports = Variants("s3cret").run(rows(1, 2), runs=tmp_path, sandbox=SMALL, **how)
     assert [(report.task_id, report.variant_id, report.repeat) for report in reports] == [
         (task, variant, repeat) for task in ("t0", "t1") for variant in ("plain", "careful") for repeat in (0, 1)
     ]

@@ -294,7 +294,7 @@ variants:
       artifact: gone.tar.gz
 design:
   repeats: 0
-  order: adaptive
+  order: backwards
 sandbox:
   memory: 512M
   kind: dcoker
@@ -306,10 +306,10 @@ extra: 1
         r"e\.yaml:5: variants\[0\]\.agnt: unknown field; did you mean 'agent'\? allowed: id, agent, env, .*",
         r"e\.yaml:8: variants\[1\]\.agent\.artifact: cannot find 'gone\.tar\.gz': No such file or directory",
         r"e\.yaml:10: design\.repeats: Input should be greater than or equal to 1; found 0",
-        r"e\.yaml:11: design\.order: 'adaptive' is not built yet; allowed: 'sequential'",
+        r"e\.yaml:11: design\.order: 'backwards' is no order; allowed: sequential, priority, adaptive, or your own as .*",
         r"e\.yaml:13: sandbox\.memory: '512M' is not a size .*; allowed: a whole number of bytes .*",
         r"e\.yaml:14: sandbox\.kind: Input should be 'process' or 'docker'; found 'dcoker'",
-        r"e\.yaml:15: extra: unknown field; allowed: name, seed, tasks, variants, design, sandbox, grading",
+        r"e\.yaml:15: extra: unknown field; allowed: name, seed, tasks, variants, lanes, design, sandbox, grading",
         r"bad\.jsonl:1: protocol\.timeout: unknown field; did you mean 'timeout_s'\? allowed: timeout_s, .*",
         r"bad\.jsonl:3: depends_on: depends on itself: 'b' -> 'c' -> 'b'",
         r"bad\.jsonl:5: id: 'a' is already the id of line 1",
@@ -347,7 +347,7 @@ extra: 1
         (SMALL + "self: 1\n", "e.yaml:4: self: unknown field; allowed: name, seed"),
         (SMALL + "design: [1]\n", "e.yaml:4: design: should be a mapping; found [1]"),
         (SMALL + "design: {repeats: 2000000}\n", "e.yaml:4: design.repeats: 2000000 trials are too many; allow"),
-        (SMALL + "design:\n  order: priority\n", "e.yaml:5: design.order: 'priority' is not built yet; allowed:"),
+        (SMALL + "design:\n  order: by luck\n", "e.yaml:5: design.order: 'by luck' is no order; allowed:"),
         (SMALL + "sandbox: {memory: 1kB}\n", "e.yaml:4: sandbox.memory: Input should be greater than or equal to "),
         (SMALL + "sandbox: {readable: [/a], hidden: [/a]}\n", "e.yaml:4: sandbox: both readable and hidden: /a"),
         (SMALL + "sandbox: {hidden: [~nobody-of-that-name/x]}\n", "e.yaml:4: sandbox: '~nobody-of-that-name/x' n"),

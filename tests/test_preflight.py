@@ -269,8 +269,8 @@ BROKEN: dict[str, Broken] = {
     ),
     "a secret that is empty": Broken("warning", "variant 'v': pass_env", "EMPTY", variant(pass_env=["EMPTY"])),
     "no room for one trial": Broken("error", "sandbox.out_limit", "one trial", {"sandbox": {"out_limit": 900 * TIB}}),
-    "a lane": Broken("warning", "variant 'v': lane", "not built", variant(lane="provider")),
-    "a priority": Broken("note", "task 't': protocol.priority", "no effect", task(protocol={"priority": 3})),
+    "a lane": Broken("note", "variant 'v': lane", "nothing is said of lane", variant(lane="provider")),
+    "a priority": Broken("note", "task 't': protocol", "no effect", task(protocol={"priority": 3})),
     "an image of a task": Broken("warning", "task 't': image", "no effect", task(image="x:1")),
     "an image of all": Broken("warning", "sandbox.image", "no effect", {"sandbox": {"image": "x:1"}}),
     "an image of the grader": Broken("warning", "grading.image", "no effect", {"grading": {"image": "x:1"}}),
@@ -662,7 +662,7 @@ def test_json_is_the_contract(base: Path, shell: Shell) -> None:
     assert done.code == 0
     found = Preflight.model_validate_json(done.out)
     assert found.quick
-    assert told(found.findings) == [("warning", "variant 'v': lane")]
+    assert told(found.findings) == [("note", "variant 'v': lane")]
 
 
 def test_no_such_containment_is_bad_usage(base: Path) -> None:

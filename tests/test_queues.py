@@ -270,8 +270,10 @@ def test_without_ageing_a_low_one_waits_as_long_as_there_is_a_higher_one() -> No
 def test_a_priority_counts_that_was_only_submitted_or_has_a_quota() -> None:
     submitted = PriorityQueue(experiment(promote_after_s=10.0))
     submitted.submit([with_priority("x", 5)])
+    restored = PriorityQueue(experiment(promote_after_s=10.0))
+    restored.restore(submitted.snapshot(), [with_priority("x", 5)])
     configured = PriorityQueue(experiment(promote_after_s=10.0, quotas={"5": 1}))
-    for queue in (submitted, configured):
+    for queue in (submitted, restored, configured):
         for each in [entry(0, 0), entry(1, 10)]:
             queue.put(each)
         assert queue.take(10.0) == 1  # the other one stands at 5
@@ -291,6 +293,11 @@ def test_an_entry_that_comes_again_has_aged_since_its_submission() -> None:
     queue.put(entry(0))
     queue.put(entry(2, 1, submitted_s=5.0))
     assert drained(queue, 10.0) == [0, 2]
+
+
+def test_what_is_put_twice_is_there_once_and_as_it_was_put_last() -> None:
+    queue = priority_queue(entry(0, 9, deadline_s=1.0), entry(1, 5), entry(0, 0))
+    assert drained(queue) == [1, 0]
 
 
 def test_an_entry_that_comes_again_is_promoted_once_at_a_time() -> None:

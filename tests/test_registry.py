@@ -301,3 +301,13 @@ def test_another_thread_takes_no_snapshots_along(trace: int, monkeypatch: pytest
     other.start()
     other.join()
     assert types(trace) == ["elsewhere"]
+
+
+def test_a_forked_child_takes_no_snapshots_along(trace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ComponentRegistry(context().trace)
+    found.register("agents", "a", Component({"n": 1}))
+    watch_trace(found)
+    monkeypatch.setattr(registry, "time", SimpleNamespace(monotonic=lambda: float("inf")))
+    monkeypatch.setattr(registry, "os", SimpleNamespace(getpid=lambda: -1))
+    context().trace("elsewhere")
+    assert types(trace) == ["elsewhere"]

@@ -4,7 +4,7 @@ import gc
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -246,7 +246,7 @@ def test_after_its_duration_a_run_starts_nothing_and_skips_what_waits_in_order()
     b = board(*tasks, start_s=100.0, max_duration_s=50.0, max_concurrency=2)
     assert dispatched(b, 100.0) == [0, 1]
     b.requeue(1, 500.0)
-    assert decide(b, 149.0, 9).wake_s == 150.0
+    assert decide(b, 149.0, 1).wake_s == 150.0
     decisions = skip_all(b, 150.0)
     assert decisions.dispatch == ()
     assert decisions.skip == tuple((idx, "the run is over its duration") for idx in (1, 2, 3, 4))
@@ -282,9 +282,11 @@ def test_a_verdict_is_given_only_when_it_is_the_slots_turn() -> None:
 
 
 # The property tests: a run of a made-up experiment, whose slots end as a script says, in an order and at a
-# concurrency of chance, with crashes; every step is checked against rules that are written out again here.
+# concurrency of chance, with crashes, tasks that join later, and purges; every step is checked against rules that are
+# written out again here.
 
 POLICY = RetryPolicy(infra_retries=2)
+PURGED = "it was purged"
 
 
 @dataclass(frozen=True)
@@ -292,8 +294,10 @@ class Case:
     """An experiment, and how each attempt of each slot ends; beyond its script, a slot succeeds."""
 
     tasks: tuple[Task, ...]
+    begins_with: int  # how many of the tasks are there from the beginning; the others join one by one
     variants: tuple[Variant, ...]
     repeats: int
+    order: str
     memory: int
     budget: int
     prune_after: int | None
@@ -310,6 +314,8 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     count = draw(st.integers(1, 7))
+    begins_with = draw(st.integers(1, count))
+    firsts = draw(st.sampled_from([0, 0, 1, 2, 3]))
     ids = [f"t{n}" for n in range(count)]
     tasks = tuple(
         task(
@@ -319,6 +325,9 @@ def cases(draw: st.DrawFn) -> Case:
             protocol=TaskProtocol(
                 timeout_action=draw(st.sampled_from(["skip", "retry", "extend"])),
                 max_retries=draw(st.integers(0, 2)),
+                priority=draw(st.integers(-1, 1)),
+                deadline_s=draw(st.sampled_from([None, None, 1.0, 100.0])),
+                serial="first" if n < min(firsts, begins_with) else draw(st.sampled_from([None, None, None, "global"])),
             ),
         )
         for n in range(count)
@@ -331,8 +340,10 @@ def cases(draw: st.DrawFn) -> Case:
     slots = count * len(variants) * repeats
     return Case(
         tasks=tasks,
+        begins_with=begins_with,
         variants=variants,
         repeats=repeats,
+        order=draw(st.sampled_from(["sequential", "priority"])),
         memory=memory,
         budget=draw(st.integers(memory, 12)),
         prune_after=draw(st.sampled_from([None, 1, 2, 3])),
@@ -348,7 +359,7 @@ class Committed(NamedTuple):
     reason: str | None
 
 
-def model(case: Case) -> list[Committed]:
+def model(case: Case, purged: Collection[int] = ()) -> list[Committed]:
     """The history by the plainest reading of the rules: one slot after the other."""
     history: list[Committed] = []
     failures: Counter[str] = Counter()
@@ -363,6 +374,8 @@ def model(case: Case) -> list[Committed]:
         elif unmet:
             status = ended[slot.variant_id, unmet[0], slot.repeat]
             reason = f"it depends on task {unmet[0]}, which ended as {status}"
+        elif slot.schedule_idx in purged:
+            reason = PURGED
         status = Status.SKIPPED if reason else final_status(case, slot)
         if status is OK:
             failures[slot.variant_id] = 0
@@ -399,16 +412,22 @@ class Run:
     capacity: int
     chance: random.Random
     duration_s: float | None = None
+    purges: bool = False
     now_s: float = 0.0
     attempts: dict[int, list[Status]] = field(default_factory=dict)
     not_before: dict[int, float] = field(default_factory=dict)
+    joined_s: list[float] = field(default_factory=list)
     in_flight: set[int] = field(default_factory=set)
+    untold: set[int] = field(default_factory=set)  # of those in flight: ended, but the board was not told since a crash
     finished: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
+    purged: set[int] = field(default_factory=set)
     history: list[Committed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.slots = self.case.slots
+        self.a_task = len(self.case.variants) * self.case.repeats
+        self.joined_s = [0.0] * (self.case.begins_with * self.a_task)
         self.board = self.new_board()
 
     def new_board(self) -> Board:
@@ -417,36 +436,58 @@ class Run:
             max_concurrency=self.concurrency,
             prune_after_failures=self.case.prune_after,
             max_duration_s=self.duration_s,
+            order=self.case.order,
         )
         b = Board(
-            self.slots,
+            self.slots[: len(self.joined_s)],
             {each.id: each for each in self.case.tasks},
             {each.id: each for each in self.case.variants},
             design,
             queue_of(self.case.tasks, self.case.variants, design),
             self.case.memory,
             self.case.budget,
+            submitted_s=self.joined_s,
             committed=[row.status for row in self.history],
             active=self.in_flight | self.finished,
+            withdrawn=dict.fromkeys(self.purged, PURGED),
         )
         for idx in self.chance.sample(sorted(self.finished), len(self.finished)):
-            b.finish(idx)
+            if self.chance.random() < 0.5:
+                b.finish(idx)
+            else:
+                self.finished.remove(idx)
+                self.untold.add(idx)
+                self.in_flight.add(idx)
         return b
 
     def to_the_end(self, crashes: int = 0) -> list[Committed]:
         steps = 0
-        while not self.board.done:
+        pace = self.chance.choice([0.03, 0.1, 0.3])  # crashes soon, or when much has happened
+        while not self.board.done or len(self.joined_s) < len(self.slots):
             steps += 1
-            assert steps < 100 * len(self.slots) * (1 + crashes), "it does not come to an end"
-            if crashes and self.chance.random() < 0.2:
+            assert steps < 200 * len(self.slots) * (1 + crashes), "it does not come to an end"
+            if crashes and self.chance.random() < pace:
                 crashes -= 1
                 self.skipped.clear()  # none of which was committed, or kept
                 self.not_before.clear()  # a continued run does not remember the delays
                 self.board = self.new_board()
-            if not (self.commit_some() or self.act()):
+            self.be_asked()
+            if not (self.commit_some() or self.act()) and not self.board.done:
                 self.pass_time()
             self.compare()
         return self.history
+
+    def be_asked(self) -> None:
+        """A task joins, or what waits is purged."""
+        if len(self.joined_s) < len(self.slots) and self.chance.random() < 0.2:
+            first = len(self.joined_s)
+            self.joined_s += [self.now_s] * self.a_task
+            self.board.add(self.slots[first : len(self.joined_s)], self.now_s)
+        if self.purges and self.chance.random() < 0.3:
+            waiting = list(self.board.not_started())
+            for idx in self.chance.sample(waiting, min(1, len(waiting))):
+                self.board.withdraw(idx, PURGED)
+                self.purged.add(idx)
 
     def commit_some(self) -> bool:
         """Commit what can be, but not always at once: a coordinator has other things to do."""
@@ -491,11 +532,16 @@ class Run:
         self.board.advance(self.now_s)
 
     def end_attempt(self, idx: int) -> None:
+        self.in_flight.remove(idx)
+        if idx in self.untold:
+            self.untold.remove(idx)
+            self.finished.add(idx)
+            self.board.finish(idx)
+            return
         made = self.attempts.setdefault(idx, [])
         made.append([*attempt_ends(self.case, idx)][len(made)])
         protocol = self.case.task_of(self.slots[idx]).protocol
         following = POLICY.next_attempt(made[-1], protocol, Counter(made), seed=idx)
-        self.in_flight.remove(idx)
         if following is None:
             self.finished.add(idx)
             self.board.finish(idx)
@@ -508,20 +554,25 @@ class Run:
         row = self.case.task_of(slot)
         own = next(each for each in self.case.variants if each.id == slot.variant_id)
         flying = [self.slots[each] for each in self.in_flight]
-        assert idx not in self.in_flight | self.finished | self.skipped
+        assert idx not in self.in_flight | self.finished | self.skipped | self.purged
         assert idx >= len(self.history)
         assert len(flying) < min(self.concurrency, self.capacity)
         if own.max_parallel_trials is not None:
             assert sum(each.variant_id == own.id for each in flying) < own.max_parallel_trials
         assert self.case.memory * (len(flying) + 1) <= self.case.budget
         assert self.now_s >= self.not_before.get(idx, 0.0)
+        serials = {self.serial(each.schedule_idx) for each in flying}
+        assert "global" not in serials, "gate"
+        if flying:
+            assert self.serial(idx) is None, "gate"
+        firsts = [each for each in range(len(self.joined_s)) if self.serial(each) == "first" and not self.ended(each)]
+        assert not firsts or firsts[0] == idx, "gate"
         if self.duration_s is not None:
             assert self.now_s < self.duration_s
         for each in self.slots[:idx]:
             same = each.variant_id == slot.variant_id
             if same and row.chain is not None and self.case.task_of(each).chain == row.chain:
-                ended = self.finished | self.skipped
-                assert each.schedule_idx < len(self.history) or each.schedule_idx in ended, "chain"
+                assert self.ended(each.schedule_idx), "chain"
             if same and each.repeat == slot.repeat and each.task_id in row.depends_on:
                 assert each.schedule_idx < len(self.history), "dependency"
                 assert self.history[each.schedule_idx].status is OK, "dependency"
@@ -534,17 +585,30 @@ class Run:
         if self.case.prune_after is not None:
             assert OK in failures[-self.case.prune_after :] or len(failures) < self.case.prune_after, "pruned"
 
+    def serial(self, idx: int) -> str | None:
+        return self.case.task_of(self.slots[idx]).protocol.serial
+
+    def ended(self, idx: int) -> bool:
+        return idx < len(self.history) or idx in self.finished | self.skipped
+
     def compare(self) -> None:
         """The board and our own books say the same."""
         gone = len(self.in_flight) + len(self.finished) + len(self.skipped) + len(self.history)
         assert self.board.counts == Counts(
-            waiting=len(self.slots) - gone,
+            waiting=len(self.joined_s) - gone,
             in_flight=len(self.in_flight),
             finished=len(self.finished),
             skipped=len(self.skipped),
             committed=len(self.history),
         )
         assert self.board.in_flight == self.in_flight
+        waiting = [idx for idx in range(len(self.joined_s)) if not self.ended(idx) and idx not in self.in_flight]
+        assert list(self.board.not_started()) == waiting
+        depth = Counter(self.case.task_of(self.slots[idx]).protocol.priority for idx in waiting)
+        assert self.board.depth == depth
+        flying = Counter(self.slots[idx].variant_id for idx in self.in_flight)
+        limits = {each.id: each.max_parallel_trials for each in self.case.variants}
+        assert self.board.full == {each for each, limit in limits.items() if limit and flying[each] >= limit}
 
 
 runs = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32))
@@ -565,6 +629,16 @@ def test_the_history_is_the_models_at_any_concurrency_and_in_any_order(
 def test_the_history_is_the_models_after_crashes(case: Case, run: tuple[int, int, int], crashes: int) -> None:
     concurrency, capacity, seed = run
     assert Run(case, concurrency, capacity, random.Random(seed)).to_the_end(crashes) == model(case)
+
+
+@settings(unhurried, max_examples=100)
+@given(cases(), runs, st.integers(0, 3))
+def test_what_is_purged_is_skipped_and_the_rest_is_as_if_it_had_never_been_there(
+    case: Case, run: tuple[int, int, int], crashes: int
+) -> None:
+    concurrency, capacity, seed = run
+    purging = Run(case, concurrency, capacity, random.Random(seed), purges=True)
+    assert purging.to_the_end(crashes) == model(case, purging.purged)
 
 
 @settings(unhurried, max_examples=100)

@@ -286,7 +286,7 @@ def test_a_run_of_another_version_is_not_opened(store: RunStore) -> None:
     store.close()
     with closing(sqlite3.connect(store.folder / "run.db")) as db:
         db.execute("PRAGMA user_version = 7")
-    with pytest.raises(InvalidValue, match="is of version 7, and this program reads 1"):
+    with pytest.raises(InvalidValue, match="is of version 7, and this program reads 2"):
         RunStore.open(store.folder)
     assert holder(store.folder) is None
 

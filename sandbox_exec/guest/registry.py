@@ -7,6 +7,7 @@ the agent's own process: for the author to read, and no proof of anything.
 from __future__ import annotations
 
 import _thread
+import os
 import time
 
 from .context import context, json_encoder
@@ -43,7 +44,7 @@ class ComponentRegistry:
         self._names: dict[int, tuple[str, str]] = {}  # by id: they are all held here, so none is used twice
         self._sent: dict[tuple[str, str, str], str] = {}
         self._room = STREAM_ROOM
-        self._thread = _thread.get_ident()
+        self._owner = _who()
         self._busy = False
         self._last_s = time.monotonic()
 
@@ -86,8 +87,8 @@ class ComponentRegistry:
         return self._snapshot(-MAX_SNAPSHOT)
 
     def tick(self) -> None:
-        """A snapshot, if the last one is a while ago, and this is the thread of the agent."""
-        if time.monotonic() - self._last_s >= _EVERY_S and not self._busy and _thread.get_ident() == self._thread:
+        """A snapshot, if the last one is a while ago, and nobody can change what is gathered meanwhile."""
+        if time.monotonic() - self._last_s >= _EVERY_S and not self._busy and _who() == self._owner:
             self._snapshot(0)
 
     # --- parts ---
@@ -169,6 +170,10 @@ def as_json(value: Any) -> Any:
         return _text(repr, value)
 
     return clean(value, 0)
+
+
+def _who() -> tuple[int, int]:
+    return os.getpid(), _thread.get_ident()  # a child that the agent forked has components of its own
 
 
 def _text(how: Callable[[Any], str], value: Any) -> str:

@@ -313,13 +313,14 @@ def _kinds(experiment: Experiment) -> Iterator[Found]:
         if in_docker and (variant.agent.python is not None or variant.agent.function is not None):
             what, todo = "a function runs in the process sandbox only", "for docker: command, artifact"
             yield Found("error", "agent", what, todo, "variant", variant.id)
-        if variant.lane is not None:
-            what = f"lanes are not built yet: nothing holds the rate of {variant.lane!r}"
-            yield Found("warning", "lane", what, "use max_parallel_trials instead", "variant", variant.id)
-    for task in experiment.tasks:
-        if task.protocol.priority:
-            what = "a priority has no effect: trials are in the order of the tasks"
-            yield Found("note", "protocol.priority", what, "put what is to go first first", "task", task.id)
+        if variant.lane is not None and variant.lane not in experiment.lanes:
+            what = f"nothing is said of lane {variant.lane!r}: it only waits when its provider turns a trial away"
+            yield Found("note", "lane", what, "name its limits in lanes", "variant", variant.id)
+    order = experiment.design.order
+    for task in experiment.tasks if order in ("sequential", "adaptive") else ():
+        if task.protocol.priority or task.protocol.deadline_s is not None:
+            what = f"a priority or a deadline has no effect with order: {order}"
+            yield Found("note", "protocol", what, "set design.order: priority, or leave it out", "task", task.id)
     images = [("image", task.image, "task", task.id) for task in experiment.tasks]
     images += [("sandbox.image", sandbox.image, "", ""), ("grading.image", grading.image if grading else None, "", "")]
     for where, image, kind, name in images if not in_docker else ():

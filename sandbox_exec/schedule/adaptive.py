@@ -79,7 +79,7 @@ class AdaptiveQueue(SequentialQueue):
         return self._next_round()
 
     def should_continue(self) -> bool:
-        return bool(self._rounds) or any(session.ended is None for session in self._sessions.values())
+        return bool(self._rounds)  # a session that has not ended has a cell in the last one
 
     def report(self) -> list[dict[str, Any]]:
         """Return for each session how able its variant is, by how many tasks, and why it ended (None: it goes on)."""

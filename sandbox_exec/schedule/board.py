@@ -423,7 +423,8 @@ class Board:
             self._watch_depth(idx, (state <= _READY) - (before <= _READY))
             if _IN_FLIGHT in (before, state):
                 variant.in_flight += 1 if state == _IN_FLIGHT else -1
-                (self.full.add if variant.in_flight == variant.limit else self.full.discard)(variant.id)
+                is_full = variant.limit is not None and variant.in_flight >= variant.limit  # more, if adopted
+                (self.full.add if is_full else self.full.discard)(variant.id)
 
     def _watch_depth(self, idx: int, change: int) -> None:
         if change:

@@ -36,7 +36,7 @@ from sandbox_exec.store.canonical import canonical
 from sandbox_exec.store.folders import sync_folder
 from sandbox_exec.store.lock import OwnerLock, holder
 from sandbox_exec.store.room import one_error
-from sandbox_exec.store.schema import SCHEMA_VERSION, TABLES
+from sandbox_exec.store.schema import INDEXES, SCHEMA_VERSION, TABLES
 
 DB_NAME: Final = "run.db"
 POINTS: Final = ("before-begin", "in-transaction", "before-commit", "after-commit")
@@ -511,8 +511,8 @@ class RunStore:
             ((version,),) = db.execute("PRAGMA user_version")
             if version:
                 raise InvalidValue(f"there is a run in {self.folder} already: continue it, or name another")
-            for table in TABLES:
-                db.execute(table)
+            for statement in (*TABLES, *INDEXES):
+                db.execute(statement)
             now = self._now()
             made = _insert_slots(db, slots, 0, now, {})
             db.execute(

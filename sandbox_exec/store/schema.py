@@ -28,7 +28,6 @@ TABLES: Final = (
         repeat INTEGER NOT NULL,
         submitted_at REAL NOT NULL,
         retry_of INTEGER REFERENCES schedule)""",
-    "CREATE INDEX retries ON schedule (retry_of) WHERE retry_of IS NOT NULL",
     # Tasks that were added to the run after it was made, with what their files were.
     """CREATE TABLE tasks (
         number INTEGER PRIMARY KEY,
@@ -86,3 +85,4 @@ TABLES: Final = (
         kind TEXT NOT NULL,
         data TEXT NOT NULL)""",
 )
+INDEXES: Final = ("CREATE INDEX retries ON schedule (retry_of) WHERE retry_of IS NOT NULL",)
