@@ -128,9 +128,12 @@ class Benchmark(ABC):
         Raises `SandboxExecError` if the run was stopped before its end: `reports_of` has those of what is committed,
         and the same call with its `run_id` goes on.
         """
-        from sandbox_exec.errors import SandboxExecError
+        from sandbox_exec.errors import InvalidValue, SandboxExecError
         from sandbox_exec.trial_reports import reports_of
 
+        design = dict(design or {})
+        if twice := {"order", "queue", "repeats"} & set(design):
+            raise InvalidValue(f"design has {', '.join(sorted(twice))}: say it with queue and n_task_repeats")
         rows, evaluations = _apart(tasks)
         given = {key: dict(value) for key, value in (variants or {type(self).__name__: {}}).items()}
         data = {key: value.pop("data", None) for key, value in given.items()}
@@ -144,7 +147,7 @@ class Benchmark(ABC):
                 for key, value in given.items()
             ],
             lanes=lanes or {},
-            design={**(design or {}), **order, "repeats": n_task_repeats},
+            design={**design, **order, "repeats": n_task_repeats},
             sandbox=sandbox or {},
             grading={**(grading or {}), "function": InGrading(self, evaluations)},
         )

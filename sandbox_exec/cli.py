@@ -1,7 +1,7 @@
 """The shell's door. Human output is for people, on a terminal or in a file; `--json` is for programs.
 
 Exit codes: 0 done, 2 bad usage or experiment, 3 this machine cannot do what was asked, 4 interrupted and can be
-continued, 5 it failed. The commands about runs are in `cli_runs`.
+continued, or no room in a run's queue now, 5 it failed. The commands about runs are in `cli_runs` and `cli_queue`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Final, get_args
 
 import typer
 
-from sandbox_exec import __version__, cli_artifacts, cli_images, cli_preflight, cli_reap, cli_report
+from sandbox_exec import __version__, cli_artifacts, cli_images, cli_preflight, cli_queue, cli_reap, cli_report
 from sandbox_exec.cli_runs import register
 from sandbox_exec.contracts import Limits, Require
 from sandbox_exec.errors import (
     InvalidExperiment,
     InvalidValue,
     PreflightFailed,
+    QueueFull,
     SandboxExecError,
     SandboxUnavailable,
 )
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 BAD_USAGE: Final = 2
 PREFLIGHT_FAILED: Final = 3
+NO_ROOM: Final = 4
 FAILED: Final = 5
 WIDTH: Final = 100  # where no terminal says its own
 
@@ -59,7 +61,7 @@ def exit_code(error: SandboxExecError) -> int:
         return BAD_USAGE
     if isinstance(error, PreflightFailed | SandboxUnavailable):
         return PREFLIGHT_FAILED
-    return FAILED
+    return NO_ROOM if isinstance(error, QueueFull) else FAILED
 
 
 def _print_version(wanted: bool) -> None:
@@ -84,6 +86,7 @@ def _one_of(allowed: tuple[str, ...]) -> Callable[[str | None], str | None]:
   sandbox-exec doctor                        what this machine gives
   sandbox-exec preflight experiment.yaml     what would go wrong, before it does
   sandbox-exec run experiment.yaml           durably; Ctrl-C, then `continue`
+  sandbox-exec submit RUN more.jsonl         further tasks, while it runs or before it goes on
   sandbox-exec report RUN                    who passed what, with intervals
   sandbox-exec grade RUN                     again, without the agents
 """
@@ -125,6 +128,7 @@ def doctor(
 
 
 register(app)  # what is about durable runs
+cli_queue.register(app)
 cli_images.register(app)
 cli_artifacts.register(app)
 cli_reap.register(app)

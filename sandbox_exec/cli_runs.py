@@ -2,7 +2,7 @@
 
 While a run is worked at, Ctrl-C means: start nothing more, finish what is in flight. A second one, or SIGTERM, means:
 kill what is in flight; nothing of it is committed, and it runs again when the run is continued. Either way the exit
-code is 4. A terminal that is closed ends the coordinator as `kill -9` does: workers finish their trials, and
+code is 4, or 0 if nothing was left to do: so ends a run with `--keep-open`. A terminal that is closed ends the coordinator as `kill -9` does: workers finish their trials, and
 `continue` takes them up.
 """
 
@@ -55,6 +55,19 @@ Containment = Annotated[
     str,
     typer.Option("--containment", metavar="RUNG", help=f"auto, or a rung of `doctor`'s: {', '.join(Rung)}."),
 ]
+KeepOpen = Annotated[
+    bool, typer.Option("--keep-open", help="When all is done, wait for tasks from `submit`, until it is stopped.")
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        metavar="N",
+        min=0,
+        max=65535,
+        help="Serve metrics for Prometheus at this port of the loopback, without a password; 0 picks one.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -74,6 +87,7 @@ _RUN_EXAMPLES = """
   sandbox-exec run experiment.yaml                    into ./runs, with what this machine has
   sandbox-exec run experiment.yaml --run-id night-1   under a name of your own
   sandbox-exec run experiment.yaml --workers 2 --json > summary.json
+  sandbox-exec run experiment.yaml --keep-open --metrics-port 9464   as a service: `submit` gives it tasks
 """
 _CONTINUE_EXAMPLES = """
   sandbox-exec continue night-1         what ./runs/night-1 has not committed
@@ -126,6 +140,8 @@ def run(
     preflight: Annotated[
         bool, typer.Option("--preflight/--no-preflight", help="Whether the quick checks are made before it.")
     ] = True,
+    keep_open: KeepOpen = False,
+    metrics_port: MetricsPort = None,
     json: JsonAtEnd = False,
 ) -> None:
     """Run an experiment.
@@ -149,9 +165,11 @@ def run(
             containment=containment,
             callbacks=[display],
             on_ready=on_ready,
+            keep_open=keep_open,
+            metrics_port=metrics_port,
         )
 
-    _work(work, json)
+    _work(work, json, keep_open=keep_open, metrics=metrics_port is not None)
 
 
 def _check(experiment: Experiment, runs: str, workers: int | None, containment: str) -> None:
@@ -174,6 +192,8 @@ def continue_(
     runs: Runs = "runs",
     workers: Workers = None,
     containment: Containment = "auto",
+    keep_open: KeepOpen = False,
+    metrics_port: MetricsPort = None,
     json: JsonAtEnd = False,
 ) -> None:
     """Continue a run that was stopped or died.
@@ -186,10 +206,16 @@ def continue_(
 
     def work(display: Display, on_ready: Callable[[Coordinator], None]) -> RunSummary:
         return door.continue_run(
-            folder, workers=workers, containment=containment, callbacks=[display], on_ready=on_ready
+            folder,
+            workers=workers,
+            containment=containment,
+            callbacks=[display],
+            on_ready=on_ready,
+            keep_open=keep_open,
+            metrics_port=metrics_port,
         )
 
-    _work(work, json)
+    _work(work, json, keep_open=keep_open, metrics=metrics_port is not None)
 
 
 def grade(
@@ -242,6 +268,9 @@ def _work(
     work: Callable[[Display, Callable[[Coordinator], None]], RunSummary],
     json: bool,
     tell: Callable[[RunSummary], None] = lambda summary: None,
+    *,
+    keep_open: bool = False,
+    metrics: bool = False,
 ) -> None:
     from sandbox_exec.display import display_on
 
@@ -251,6 +280,10 @@ def _work(
     def on_ready(coordinator: Coordinator) -> None:
         signals.take(coordinator)
         display.line(_beginning(coordinator))
+        if keep_open:
+            display.line(f"open for more: sandbox-exec submit {_shown(coordinator.store.folder)} TASKS.jsonl")
+        if metrics:
+            print(f"metrics: http://127.0.0.1:{_metrics_port(coordinator)}/metrics", file=sys.stderr, flush=True)
 
     try:
         with _Signals(display) as signals:
@@ -273,6 +306,12 @@ def _print_summary(summary: RunSummary, json: bool) -> None:
         for line in lines_of(summary_table(summary)) if summary.committed else ():
             print(line)
     print(_ending(summary), file=sys.stderr if json else sys.stdout, flush=True)
+
+
+def _metrics_port(coordinator: Coordinator) -> int:
+    sql = "SELECT data FROM events WHERE kind = 'metrics' ORDER BY id DESC LIMIT 1"
+    ((data,),) = coordinator.store.query(sql)
+    return int(json_.loads(data)["port"])
 
 
 def _beginning(coordinator: Coordinator) -> str:
@@ -501,7 +540,8 @@ def _contracts() -> dict[str, type[Contract]]:
     import sandbox_exec.images
     import sandbox_exec.preflight
     import sandbox_exec.report
-    import sandbox_exec.runs  # noqa: F401  # contracts of their own
+    import sandbox_exec.runs
+    import sandbox_exec.submission  # noqa: F401  # contracts of their own
 
     found: dict[str, type[Contract]] = {}
     pending = [Contract]

@@ -548,6 +548,7 @@ class Coordinator:
         counted = is_counted(completion.status)
         with self.store.batch():
             self.store.record_attempt(completion, counted)
+            self.ledger.save_lanes()
             if not counted:
                 self.store.event(
                     "attempt_lost",

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sandbox_exec.contracts import Slot, Status, TrialCompletion
+from sandbox_exec.contracts.queue import LEVELS
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
 from sandbox_exec.runs import InFlight, RunStatus, RunSummary
 from sandbox_exec.units import format_bytes, format_seconds
@@ -154,7 +155,15 @@ def status_lines(status: RunStatus) -> list[str]:
     ]
     if status.by_status:
         lines.append(f"ended as   {_counts(status.by_status)}")
+    figures = (status.metrics or {}) if owner else {}  # the last coordinator's are of another time
     for title, rows in (
+        ("lifecycle", _lifecycle(status)),
+        ("queue", _depth(figures)),
+        ("rate", _rate(figures)),
+        ("failing", _failing(figures)),
+        ("alerts", [_alert_line(one) for one in figures.get("alerts", ())]),
+        ("lanes", [_lane_line(name, lane, owner is not None) for name, lane in (status.lanes or {}).items()]),
+        ("ability", _abilities(status.queue)),
         ("in flight", [_in_flight_line(one) for one in status.in_flight]),
         ("failures", _failures(status)),
     ):
@@ -179,6 +188,84 @@ def view_of(status: RunStatus, eta_s: float | None = None) -> View:
 def _failures(status: RunStatus) -> list[str]:
     lines = (f"{one.trial_id}  {one.status.value}  {clean(one.error_type or '')}" for one in status.last_failures)
     return [line.rstrip() for line in lines]
+
+
+def _lifecycle(status: RunStatus) -> list[str]:
+    """Where something is left to do: else `ended as` says the same."""
+    if status.committed == status.slots:
+        return []
+    return [", ".join(f"{count} {name}" for name, count in status.lifecycle.items() if count)]
+
+
+def _depth(figures: Mapping[str, Any]) -> list[str]:
+    depth = figures.get("depth") or {"total": 0}
+    if not depth["total"]:
+        return []
+    levels = {str(number): name for name, number in LEVELS.items()}
+    parts = [f"{count} {levels.get(key, f'of priority {key}')}" for key, count in depth["by_priority"].items() if count]
+    return [f"{depth['total']} waiting: {', '.join(parts)}"]
+
+
+def _rate(figures: Mapping[str, Any]) -> list[str]:
+    if not figures or not figures["throughput_per_minute"]["start"]:
+        return []
+    parts = [f"{figures['throughput_per_minute']['minute']:.0f} trials in the last minute"]
+    if (busy := figures["utilisation"]["minute"]) is not None:
+        parts.append(f"workers {busy:.0%} busy")
+    for name, what in (("wait_s", "waited"), ("latency_s", "took")):
+        if (half := figures[name]["p50"]) is not None:
+            parts.append(f"half {what} up to {_age(half)}")
+    return [", ".join(parts)]
+
+
+def _failing(figures: Mapping[str, Any]) -> list[str]:
+    """The worst first, and only some of them: all are in the JSON."""
+    rates = figures.get("failure_rate") or {}
+    shares = [
+        (share["rate"], f"{prefix}{clean(name)}: {share['failed']} of {share['of']} ({share['rate']:.0%})")
+        for prefix, kind in (("", "by_variant"), ("tag ", "by_tag"))
+        for name, share in rates.get(kind, {}).items()
+        if share["failed"]
+    ]
+    shares.sort(key=lambda one: -one[0])
+    more = f"... and {len(shares) - FAILURES} more" if len(shares) > FAILURES else ""
+    return [text for text in (*(text for _, text in shares[:FAILURES]), more) if text]
+
+
+def _alert_line(alert: Mapping[str, Any]) -> str:
+    details = [f"{name}={_number(value)}" for name, value in alert.items() if name != "alert"]
+    return clean("  ".join([str(alert["alert"]), *details]))
+
+
+def _lane_line(name: str, lane: Mapping[str, Any], live: bool) -> str:
+    limit = "no limit" if lane["limit"] is None else lane["limit"]
+    most = f" (of {lane['max_concurrent']})" if lane["max_concurrent"] != lane["limit"] else ""
+    parts = [f"{lane['in_flight']}/{limit}{most} in flight"]
+    if live and lane["blocked_s"] > 0:  # of a run that stands still, nobody counts it down
+        parts.append(f"blocked for {_age(lane['blocked_s'])}")
+    if lane["tokens_in_window"]:
+        parts.append(f"{_number(lane['tokens_in_window'])} tokens in the last minute")
+    if lane["turned_away"]:
+        parts.append(f"turned away {lane['turned_away']} times")
+    return f"{clean(name)}  {', '.join(parts)}"
+
+
+def _abilities(queue: Any) -> list[str]:
+    """What the adaptive order has learnt; what a queue of the user's own says is in the JSON only."""
+    if not isinstance(queue, list) or not all(isinstance(one, dict) and "ability" in one for one in queue):
+        return []
+    lines = []
+    for one in queue:
+        repeat = f" repeat {one['repeat']}" if one["repeat"] else ""
+        error = "unknown" if one["standard_error"] is None else f"{one['standard_error']:.2f}"
+        ended = f"; ended: {one['ended']}" if one["ended"] else ""
+        known = f"{one['ability']:+.2f} ± {error}, {one['solved']} of {one['tasks']} tasks solved{ended}"
+        lines.append(clean(f"{one['variant_id']}{repeat}  {known}"))
+    return lines
+
+
+def _number(value: Any) -> str:
+    return f"{round(value, 2):.12g}" if isinstance(value, float) else str(value)
 
 
 def clean(text: str) -> str:
@@ -322,6 +409,7 @@ class Display(RunCallback):
     def on_trial_end(self, completion: TrialCompletion) -> None:
         with self._lock:
             self._committed += 1
+            self._slots = len(self._run.board.slots) if self._run is not None else self._slots  # it may have grown
             self._by_status[completion.status] += 1
             self._eta.note(self._now_s())
             if not completion.ok:
@@ -344,6 +432,7 @@ class Display(RunCallback):
         counts, found = self._run.board.counts, [InFlight(**one) for one in self._run.in_flight()]
         with self._lock:
             self._state = self._run.mode
+            self._slots = len(self._run.board.slots)
             self._waiting = counts.finished + counts.skipped
             self._in_flight = found
             self._looked_s = self._now_s()

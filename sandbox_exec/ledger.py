@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import psutil
@@ -129,7 +129,9 @@ class Ledger:
         self.store.set_state(QUEUE, self.queue.snapshot())
 
     def _go_on(self) -> None:
-        if not self.queue.should_continue():
+        if self.queue.should_continue():
+            self.board.reopen()
+        else:
             self.board.end(_ENOUGH)
 
     def save_lanes(self) -> None:
@@ -195,7 +197,9 @@ class Ledger:
         check_tasks(self.experiment, new, self.tasks)
         each = len(self.experiment.variants) * self.experiment.design.repeats
         coming = Counter(task.protocol.priority for task in new)
-        admitted = admit(settings, board.depth, {one: count * each for one, count in coming.items()}, self._lowest)
+        needed = {name for task in new for name in task.depends_on}
+        counts = {one: count * each for one, count in coming.items()}
+        admitted = admit(settings, board.depth, counts, lambda: self._lowest(needed))
         if isinstance(admitted, Refused):
             raise QueueFull(admitted.reason)
         reason = "it was displaced by tasks of a higher priority"
@@ -301,10 +305,11 @@ class Ledger:
         for idx, (_, reason) in slots.items():
             self.board.withdraw(idx, reason)
 
-    def _lowest(self) -> Iterable[Waiting]:
-        """What waits and could make room: lowest priority first, and of that the oldest."""
+    def _lowest(self, needed: Collection[str]) -> Iterable[Waiting]:
+        """What waits and could make room: lowest priority first, and of that the oldest. Not what is `needed`."""
         board = self.board
-        waiting = [idx for idx in board.not_started() if idx not in board.doomed]
+        slots = board.slots
+        waiting = [idx for idx in board.not_started() if idx not in board.doomed and slots[idx].task_id not in needed]
         waiting.sort(key=lambda idx: (board.priority(idx), board.submitted_s(idx), idx))
         return [Waiting(idx, board.priority(idx), board.submitted_s(idx)) for idx in waiting]
 

@@ -15,7 +15,15 @@ import pytest
 from benchmark_parts import Fates, Marking, Searching, Task, Variants, Waiting
 from support import Meeting
 
-from sandbox_exec import Benchmark, InvalidExperiment, RunCallback, SandboxExecError, TrialReport, reports_of
+from sandbox_exec import (
+    Benchmark,
+    InvalidExperiment,
+    InvalidValue,
+    RunCallback,
+    SandboxExecError,
+    TrialReport,
+    reports_of,
+)
 from sandbox_exec.benchmark import grade_of
 from sandbox_exec.contracts import Rung, Status, TrialCompletion
 from sandbox_exec.coordinator import Coordinator
@@ -314,7 +322,7 @@ def test_an_agent_can_make_no_evaluation_fail_by_what_it_leaves(tmp_path: Path) 
         None,
         {"answer.json": deep, "traces.json": deep},
         {"answer.json": "1", "traces.json": '{"a": 1, "b": {"c": 2}}'},
-        {"answer.json": f'"{"x" * (5 << 20)}"', "traces.json": "[]"},
+        {"answer.json": "1" + " " * (5 << 20), "traces.json": "[]"},
     ]
     reports = Broken().run(rows(*left), runs=tmp_path, max_workers=4, sandbox=SMALL, grading={"grade_on": "always"})
     assert [(report.status, (report.eval or {})["details"]["left"]) for report in reports] == [
@@ -364,6 +372,8 @@ def test_each_task_is_run_with_each_variant_as_often_as_was_said(tmp_path: Path)
 def test_queue_settings_are_those_of_the_design(tmp_path: Path) -> None:
     with pytest.raises(InvalidExperiment, match="no order"):
         Fates().run(rows("well"), runs=tmp_path, queue="random")
+    with pytest.raises(InvalidValue, match="design has order, repeats: say it with queue and n_task_repeats"):
+        Fates().run(rows("well"), runs=tmp_path, design={"order": "priority", "repeats": 2, "prune_after_failures": 3})
     with pytest.raises(InvalidExperiment, match="promote_after_s"):
         Fates().run(rows("well"), runs=tmp_path, queue={"order": "priority", "promote_after_s": -1})
 

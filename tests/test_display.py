@@ -70,7 +70,7 @@ class FakeRun:
         by_status = {Status.SUCCESS: committed} if committed else {}
         progress = SimpleNamespace(slots=slots, committed=committed, by_status=by_status)
         self.store = SimpleNamespace(progress=lambda: progress, run=lambda: SimpleNamespace(run_id="night-1"))
-        self.board = SimpleNamespace(counts=SimpleNamespace(finished=0, skipped=0))
+        self.board = SimpleNamespace(counts=SimpleNamespace(finished=0, skipped=0), slots=range(slots))
         self.mode = "running"
         self.trials: list[InFlight] = []
 

@@ -41,7 +41,7 @@ LAYERS: list[set[str]] = [
     {"benchmark"},
     {ROOT},  # re-exports, for users; above it, a name is imported from where it lives
     {"display", "testing"},
-    {"cli_artifacts", "cli_images", "cli_preflight", "cli_reap", "cli_report", "cli_runs"},
+    {"cli_artifacts", "cli_images", "cli_preflight", "cli_queue", "cli_reap", "cli_report", "cli_runs"},
     {"cli"},
     {"__main__"},
 ]

@@ -8,7 +8,8 @@ likely it is solved. Each repeat of a variant is a session of its own:
               which have no maximum of the likelihood; catsim gives the curves, but has no such estimator
   error       the posterior's deviation and a tenth of it, as the parameters of tasks are estimates too. With exact ones
               the interval of 1.96 errors to each side holds the truth 96 to 97 times of 100
-  end         at `standard_error`, after `min_tasks` answers; at `max_tasks` chosen; with the last task
+  end         at `standard_error`, after `min_tasks` answers; at `max_tasks` chosen; with the last task; when it is
+              skipped, as its variant was pruned or the run is over
 
 The schedule is a sequence of rounds, each with one cell for every session that has not ended. There are `look_ahead`
 rounds that are not committed as a whole; when one is, the next is chosen, from what is committed then. So a choice
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.contracts.queue import AdaptiveSettings, ItemParameters
-from sandbox_exec.contracts.status import Blame
+from sandbox_exec.contracts.status import Blame, Status
 from sandbox_exec.contracts.words import Cell, Task, TrialCompletion
 from sandbox_exec.errors import InvalidExperiment
 from sandbox_exec.schedule.queues import SequentialQueue
@@ -41,6 +42,7 @@ _MARGIN: Final = 1.1  # of the error
 _NEVER_SURE: Final = 1e-9  # of a probability: what rounding makes 0 or 1 would rule abilities out
 _DIGITS: Final = 9  # of what choices follow from: the last ones of a float may differ between machines
 _NO_ANSWER: Final = "-"  # "1" and "0" are those that count
+_GIVEN_UP: Final = "."  # the variant was pruned, or the run is over: it gets no further task
 
 
 class Estimate(NamedTuple):
@@ -133,6 +135,8 @@ class AdaptiveQueue(SequentialQueue):
         return cells
 
     def _answer(self, completion: TrialCompletion) -> str:
+        if completion.status is Status.SKIPPED and completion.error is not None and completion.error.type == "Skipped":
+            return _GIVEN_UP
         if completion.blame not in (None, Blame.AGENT):
             return _NO_ANSWER
         grade = completion.grade
@@ -157,12 +161,14 @@ class _Session:
 
     @property
     def counted(self) -> int:
-        return len(self.answers) - self.answers.count(_NO_ANSWER)
+        return len(self.answers) - self.answers.count(_NO_ANSWER) - self.answers.count(_GIVEN_UP)
 
     @property
     def ended(self) -> str | None:
         if self._enough:
             return "standard_error"
+        if _GIVEN_UP in self.answers:
+            return "skipped"
         if self._settings.max_tasks is not None and len(self.chosen) >= self._settings.max_tasks:
             return "max_tasks"
         return "no tasks left" if len(self.chosen) == len(self.free) else None
@@ -179,7 +185,7 @@ class _Session:
     def answer(self, answer: str, items: Floats) -> None:
         number = self.chosen[len(self.answers)]
         self.answers += answer
-        if answer == _NO_ANSWER:
+        if answer in (_NO_ANSWER, _GIVEN_UP):
             return
         self._log_posterior = self._log_posterior + self._model.log_likelihood(items[number], solved=answer == "1")
         self.estimate = self._model.estimate(self._log_posterior)

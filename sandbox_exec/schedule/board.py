@@ -139,6 +139,7 @@ class Board:
         self._needs: dict[int, tuple[int, ...]] = {}  # the slots that a slot depends on
         self._unmet: dict[int, int] = {}  # how many of them are not committed as success
         self._dependants: dict[int, list[int]] = {}
+        self._retries: set[int] = set()  # slots that are tried again on request
         self._firsts: set[int] = set()  # of `serial: first`, until they have ended
         self._first_queue: deque[int] = deque()  # in order; of those not in `_firsts`: stale
         self._gate: int | None = None  # the slot of `serial: global` whose turn has come
@@ -179,6 +180,7 @@ class Board:
             for idx, slot in enumerate(self.slots)
             if slot.task_id in wanted
         } if wanted else {}  # fmt: skip
+        self._retries |= repeat_of.keys()
         for at, slot in enumerate(slots):
             idx, task = len(self.slots), self._tasks[slot.task_id]
             if slot.schedule_idx != idx:
@@ -277,7 +279,7 @@ class Board:
 
     def pruned(self, idx: int) -> str | None:
         """Return why the slot's variant is pruned, or the run is at its end; None: neither is."""
-        return self._variant_of[idx].pruned or self._ended
+        return self._variant_of[idx].pruned or (None if idx in self._retries else self._ended)
 
     def failed_dependency(self, idx: int) -> str | None:
         """Return a reason to skip the slot: its first dependency that is committed as other than success."""
@@ -376,8 +378,13 @@ class Board:
         """Skip all that is not committed: the queue has said, after a commit, that no more is to be run."""
         self._ended = reason
         for idx in list(self.not_started()):
-            self._doom(idx, reason)
+            if idx not in self._retries:  # somebody asked for those
+                self._doom(idx, reason)
         self._trim()
+
+    def reopen(self) -> None:
+        """Run what is added from now on: the queue goes on."""
+        self._ended = None
 
     # How it is done.
 
