@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         InvalidValue,
         PoolClosed,
         PreflightFailed,
+        QueueFull,
         RunLocked,
         SandboxExecError,
         SandboxUnavailable,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from sandbox_exec.guest import ComponentRegistry, RateLimited, TrialContext, TrialTimeout, context
     from sandbox_exec.pool import Command, Pool
     from sandbox_exec.runs import continue_run, run
+    from sandbox_exec.schedule.queues import Entry, SequentialQueue, TaskQueue
+    from sandbox_exec.submission import submit
     from sandbox_exec.trial_reports import TrialReport, reports_of
 
 __version__ = "0.1.0"
@@ -51,6 +54,7 @@ __all__ = [
     "BrokenPool",
     "Command",
     "ComponentRegistry",
+    "Entry",
     "EnvironmentFault",
     "Experiment",
     "InvalidExperiment",
@@ -62,13 +66,16 @@ __all__ = [
     "Pool",
     "PoolClosed",
     "PreflightFailed",
+    "QueueFull",
     "RateLimited",
     "RunCallback",
     "RunLocked",
     "Rung",
     "SandboxExecError",
     "SandboxUnavailable",
+    "SequentialQueue",
     "Status",
+    "TaskQueue",
     "TrialContext",
     "TrialReport",
     "TrialTimeout",
@@ -79,6 +86,7 @@ __all__ = [
     "continue_run",
     "reports_of",
     "run",
+    "submit",
 ]
 
 _HOME = {
@@ -103,6 +111,7 @@ _HOME = {
         "InvalidValue",
         "PoolClosed",
         "PreflightFailed",
+        "QueueFull",
         "RunLocked",
         "SandboxExecError",
         "SandboxUnavailable",
@@ -110,6 +119,8 @@ _HOME = {
     "sandbox_exec.guest": ("ComponentRegistry", "RateLimited", "TrialContext", "TrialTimeout", "context"),
     "sandbox_exec.pool": ("Command", "Pool"),
     "sandbox_exec.runs": ("continue_run", "run"),
+    "sandbox_exec.schedule.queues": ("Entry", "SequentialQueue", "TaskQueue"),
+    "sandbox_exec.submission": ("submit",),
     "sandbox_exec.trial_reports": ("TrialReport", "reports_of"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

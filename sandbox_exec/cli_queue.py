@@ -215,7 +215,7 @@ def _as_number(text: str | None) -> int | str | None:
 
 
 def _dead() -> None:
-    """Look at the trials that failed for good, and retry them or let them go."""
+    """Show what failed for good; retry it, or drop it."""
 
 
 def dead_list(name: Run, runs: Runs = "runs", json: Json = False) -> None:
@@ -274,9 +274,7 @@ def _because(error_type: str | None, message: str) -> str:
 
 def dead_retry(
     name: Run,
-    trials: Annotated[
-        list[str] | None, typer.Argument(metavar="[TRIAL]...", help="Their names, or how they begin.")
-    ] = None,
+    trials: Annotated[list[str] | None, typer.Argument(metavar="TRIAL", help="Their names, or how they begin.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that have not been retried.")] = False,
     status: Annotated[str | None, typer.Option(metavar="STATUS", help="With --all: only those that ended so.")] = None,
     runs: Runs = "runs",
@@ -354,7 +352,10 @@ def events(
     runs: Runs = "runs",
     json: Annotated[bool, typer.Option("--json", help="As JSON, one object a line, with the id.")] = False,
 ) -> None:
-    """Show what happened to a run: trials assigned, executing, retrying, ended; submissions, alerts, warnings."""
+    """Show what happened to a run.
+
+    Trials assigned, executing, retrying, completed, failed; submissions, alerts, warnings. Times are UTC.
+    """
     from sandbox_exec import runs as door
     from sandbox_exec.store import RunStore, holder
 

@@ -2,8 +2,8 @@
 
 While a run is worked at, Ctrl-C means: start nothing more, finish what is in flight. A second one, or SIGTERM, means:
 kill what is in flight; nothing of it is committed, and it runs again when the run is continued. Either way the exit
-code is 4, or 0 if nothing was left to do: so ends a run with `--keep-open`. A terminal that is closed ends the coordinator as `kill -9` does: workers finish their trials, and
-`continue` takes them up.
+code is 4; or 0, if nothing is left to do: so ends a run with `--keep-open`. A terminal that is closed ends the
+coordinator as `kill -9` does: workers finish their trials, and `continue` takes them up.
 """
 
 from __future__ import annotations

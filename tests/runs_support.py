@@ -18,9 +18,8 @@ from sandbox_exec.contracts import Slot, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
 from sandbox_exec.dispatching import limits_of
-from sandbox_exec.testing import expand
 from sandbox_exec.store import RunStore, history, read_completion
-from sandbox_exec.testing import ManualClock, Play, ScriptedBackend
+from sandbox_exec.testing import ManualClock, Play, ScriptedBackend, expand
 
 At = Callable[[str], None]
 Script = Callable[[TrialDispatch], Play]

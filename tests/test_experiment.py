@@ -306,7 +306,7 @@ extra: 1
         r"e\.yaml:5: variants\[0\]\.agnt: unknown field; did you mean 'agent'\? allowed: id, agent, env, .*",
         r"e\.yaml:8: variants\[1\]\.agent\.artifact: cannot find 'gone\.tar\.gz': No such file or directory",
         r"e\.yaml:10: design\.repeats: Input should be greater than or equal to 1; found 0",
-        r"e\.yaml:11: design\.order: 'backwards' is no order; allowed: sequential, priority, adaptive, or your own as .*",
+        r"e\.yaml:11: design\.order: 'backwards' is no order; allowed: sequential, priority, adaptive, or .*",
         r"e\.yaml:13: sandbox\.memory: '512M' is not a size .*; allowed: a whole number of bytes .*",
         r"e\.yaml:14: sandbox\.kind: Input should be 'process' or 'docker'; found 'dcoker'",
         r"e\.yaml:15: extra: unknown field; allowed: name, seed, tasks, variants, lanes, design, sandbox, grading",

@@ -27,8 +27,8 @@ from sandbox_exec.contracts import (
     derive_trial_id,
 )
 from sandbox_exec.report import MAX_GROUPS, Report, normalised, report_of
-from sandbox_exec.testing import expand
 from sandbox_exec.store.db import CommitRow, RunStore
+from sandbox_exec.testing import expand
 from sandbox_exec.units import MIB
 
 AROUND = Isolation(

@@ -446,8 +446,8 @@ class Board:
     def _land(self, idx: int, state: int) -> None:
         self._move(idx, state)
         self.in_flight.discard(idx)
-        if self._alone == idx:
-            self._alone = None
+        if self._alone == idx:  # of adopted trials, several may be global: all but one had ended
+            self._alone = next((one for one in self.in_flight if self._is_global(one)), None)
 
     def _offer(self, idx: int) -> None:
         # Let a slot go as far as its own conditions allow; harmless if they do not hold yet.

@@ -21,8 +21,8 @@ from sandbox_exec.contracts import ActiveTrial, Phase, Status, TrialCompletion, 
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator
 from sandbox_exec.runs import RUNS
-from sandbox_exec.testing import expand
 from sandbox_exec.store import RunStore
+from sandbox_exec.testing import expand
 
 IN_FLIGHT = 8
 STATUS_QUERIES = 50

@@ -19,8 +19,8 @@ from sandbox_exec.dispatching import limits_of
 from sandbox_exec.experiment import freeze_functions
 from sandbox_exec.graders import FUNCTIONS
 from sandbox_exec.runs import RUNS
-from sandbox_exec.testing import expand
 from sandbox_exec.store import RunStore
+from sandbox_exec.testing import expand
 
 from . import agents
 from .field import Field, Part, Sprint, Target, median_or_none, percentile, sprint

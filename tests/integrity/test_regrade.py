@@ -23,8 +23,8 @@ from sandbox_exec.contracts.experiment import GradingSettings
 from sandbox_exec.coordinator import RunCallback
 from sandbox_exec.errors import InvalidExperiment, InvalidValue
 from sandbox_exec.regrade import GRADINGS, changes_of, grade_predictions, grade_run, lines_of, read_predictions
-from sandbox_exec.testing import expand
 from sandbox_exec.store import attempt_folder
+from sandbox_exec.testing import expand
 from sandbox_exec.trial.grading import ANSWER
 
 MANY = 500
