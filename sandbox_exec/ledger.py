@@ -349,7 +349,10 @@ def check_tasks(experiment: Experiment, tasks: Sequence[Task], known: Mapping[st
     if faults:
         raise InvalidExperiment(told([str(fault) for fault in faults]))
     inner = [
-        task.model_copy(update={"depends_on": tuple(name for name in task.depends_on if name in ids)}) for task in tasks
+        task
+        if ids.issuperset(task.depends_on)
+        else task.model_copy(update={"depends_on": tuple(name for name in task.depends_on if name in ids)})
+        for task in tasks
     ]
     Experiment(**{**dict(experiment), "tasks": inner})
 

@@ -151,8 +151,9 @@ def _inputs(folder: Path, tasks: list[Task]) -> dict[str, str]:
     """The digests of what the tasks name. Also refuses, before anybody is troubled, what cannot be run."""
     with RunStore.open(folder, write=False) as store:
         experiment = experiment_of(store)
-    new = [task for task in tasks if task.id not in {one.id for one in experiment.tasks}]
-    check_tasks(experiment, new, {one.id: one for one in experiment.tasks})
+    known = {one.id: one for one in experiment.tasks}
+    new = [task for task in tasks if task.id not in known]
+    check_tasks(experiment, new, known)
     if not new:
         return {}
     return digests_of(experiment, new) | image_digests(experiment.model_copy(update={"tasks": tuple(new)}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,8 +19,11 @@ from sandbox_exec.contracts import Slot, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
 from sandbox_exec.dispatching import limits_of
+from sandbox_exec.ledger import QUEUE
+from sandbox_exec.orders import make_queue
+from sandbox_exec.schedule.queues import number
 from sandbox_exec.store import RunStore, history, read_completion
-from sandbox_exec.testing import ManualClock, Play, ScriptedBackend, expand
+from sandbox_exec.testing import ManualClock, Play, ScriptedBackend
 
 At = Callable[[str], None]
 Script = Callable[[TrialDispatch], Play]
@@ -116,15 +120,21 @@ def varied(base: Path, seed: int, tasks: int, **design: Any) -> Experiment:
     return experiment(base, rows, variants, design=design, sandbox={"memory": "64MiB"})  # so that 32 fit anywhere
 
 
-def open_run(folder: Path, one: Experiment, at: At | None = None) -> RunStore:
-    """The run in `folder`, made if there is none."""
+def open_run(
+    folder: Path, one: Experiment, at: At | None = None, now: Callable[[], float] = time.time
+) -> RunStore:
+    """The run in `folder`, made if there is none. `now`: the clock on the wall."""
     if (folder / "run.db").exists():
         try:
-            return RunStore.open(folder, at=at)
+            return RunStore.open(folder, at=at, now=now)
         except Exception as error:
             if "is not made yet" not in str(error):
                 raise
-    return RunStore.create(folder, "run", one.model_dump_json(), expand(one), {}, at=at)
+    queue = make_queue(one)
+    slots = number(queue.submit(one.tasks))
+    return RunStore.create(
+        folder, "run", one.model_dump_json(), slots, {}, state={QUEUE: queue.snapshot()}, at=at, now=now
+    )
 
 
 def work_at(

@@ -130,8 +130,7 @@ def test_a_completed_run_can_be_opened_again(bench: Bench, call: Call) -> None:
     assert call("continue", bench.run).code == 0
     with bench.program("continue", "one", "--keep-open", "--json") as program:
         program.hear("open for more: sandbox-exec submit runs/one")
-        spin_until(lambda: bench.status().metrics is not None and bench.status().owner, "it is worked at")
-        assert call("submit", bench.run, bench.jsonl({"id": "t1"})).out.endswith(" waiting now\n")
+        assert call("submit", bench.run, bench.jsonl({"id": "t1", "input": 1})).out.endswith(" waiting now\n")
         spin_until(lambda: bench.status().committed == 2, "what was submitted is done")
         assert call("stop", bench.run).out == "completed: 2 of 2 trials committed\n"
         done = program.end()
@@ -155,7 +154,7 @@ def test_tasks_for_a_run_that_nobody_works_at_wait_for_the_next_continue(bench: 
     assert "lifecycle  2 pending\n" in call("status", bench.run).out
     assert call("continue", bench.run).code == 0
     assert (bench.tasks(), bench.status().committed) == (["t0", "t1"], 2)
-    late = call("submit", bench.run, bench.jsonl({"id": "t2"}), "--json")
+    late = call("submit", bench.run, bench.jsonl({"id": "t2", "input": 2}), "--json")
     assert (json.loads(late.out)["tasks"], late.err) == (["t2"], bench.hint)
     assert bench.status().status == "interrupted"  # it was completed, and is not any more
 

@@ -151,15 +151,15 @@ class Board:
         for idx in active:
             self._expect(idx, _WAITING)
             self._fly(idx)
-        for idx, status in enumerate(committed):
-            self._leave(idx)
-            self._record(idx, status)
         for idx, reason in (withdrawn or {}).items():
             if self._state[idx] == _WAITING:
                 self.doomed[idx] = reason
         if blocked is not None:
             self._leave(blocked)
             self.block(blocked)
+        for idx, status in enumerate(committed):
+            self._leave(idx)
+            self._record(idx, status)
         for idx in range(self.next_to_commit, len(slots)):
             self._offer(idx)
 
