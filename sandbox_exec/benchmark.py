@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from sandbox_exec.contracts import Experiment, Task
     from sandbox_exec.runs import PathLike, RunSummary
+    from sandbox_exec.schedule.queues import TaskQueue
     from sandbox_exec.trial_reports import TrialReport
 
 MADE_WITH = "benchmark.json"  # in the run's folder: the digest of what its experiment does not say
@@ -100,7 +101,7 @@ class Benchmark(ABC):
         self,
         tasks: Iterable[Task | Mapping[str, Any]],
         *,
-        queue: str | Mapping[str, Any] = "sequential",
+        queue: str | type[TaskQueue] | Mapping[str, Any] = "sequential",
         max_workers: int | None = None,
         n_task_repeats: int = 1,
         variants: Mapping[str, Mapping[str, Any]] | None = None,
@@ -117,7 +118,7 @@ class Benchmark(ABC):
         """Run all tasks with all variants, and return a report of each trial, in the order of the schedule.
 
         tasks: those of an experiment; as a dict, one may have "evaluation": JSON that only its evaluation gets.
-        queue: the design's order, or a dict of its queue settings with "order".
+        queue: the design's order, or a class of yours that can be imported; or a dict of queue settings with "order".
         max_workers: trials at once.
         n_task_repeats: trials of each task with each variant.
         variants: by id, settings of a variant (env, pass_env, lane, ...), and in "data" the JSON that is `agent_data`.
@@ -137,7 +138,7 @@ class Benchmark(ABC):
         rows, evaluations = _apart(tasks)
         given = {key: dict(value) for key, value in (variants or {type(self).__name__: {}}).items()}
         data = {key: value.pop("data", None) for key, value in given.items()}
-        order = {"order": queue} if isinstance(queue, str) else _order_of(queue)
+        order = _order_of(queue)
         experiment = self._experiment(
             name=name or type(self).__name__,
             seed=seed,
@@ -380,11 +381,13 @@ def _apart(tasks: Iterable[Task | Mapping[str, Any]]) -> tuple[list[Any], dict[s
     return rows, evaluations
 
 
-def _order_of(queue: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "order": queue.get("order", "sequential"),
-        "queue": {key: value for key, value in queue.items() if key != "order"},
-    }
+def _order_of(queue: str | type[TaskQueue] | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(queue, str):
+        return {"order": queue}
+    if isinstance(queue, type):
+        return {"order": f"{queue.__module__}:{queue.__qualname__}"}
+    order = _order_of(queue.get("order", "sequential"))
+    return {**order, "queue": {key: value for key, value in queue.items() if key != "order"}}
 
 
 def _digest(value: Any) -> str:

@@ -172,7 +172,7 @@ def purge(
         str | None, typer.Option(metavar="P", help="Of this priority: a number, low, normal, high or critical.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that has not begun.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask. Needed where there is no terminal.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask. Needed with --json, and where there is no terminal.")] = False,
     runs: Runs = "runs",
     json: Json = False,
 ) -> None:
@@ -193,7 +193,7 @@ def purge(
         raise InvalidValue("; ".join(str(fault) for fault in faults_of(error))) from error
     folder = door.find_run(name, runs)
     if not yes:
-        if not sys.stdin.isatty():
+        if json or not sys.stdin.isatty():
             raise InvalidValue("purging cannot be undone, and nobody can be asked here: --yes says that it is meant")
         what = _pairs(which.model_dump(exclude_none=True)) or "everything"
         typer.confirm(f"Take out of {folder} what has not begun: {what}?", abort=True, err=True)

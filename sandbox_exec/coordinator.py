@@ -72,7 +72,7 @@ from sandbox_exec.schedule.admission import Watermarks
 from sandbox_exec.schedule.board import Board
 from sandbox_exec.schedule.retries import LONGEST_RETRY_AFTER_S, NextAttempt, RetryPolicy, timeout_factor
 from sandbox_exec.schedule.scheduler import OVER, Decisions, decide, verdict_at_commit
-from sandbox_exec.store import CommitRow, Committed, RunStore, attempt_folder, read_completion
+from sandbox_exec.store import CommitRow, RunStore, attempt_folder, read_completion
 from sandbox_exec.store.folders import TRIALS
 from sandbox_exec.store.room import has_room, one_error
 
@@ -160,7 +160,7 @@ class Coordinator:
         self._watermarks = Watermarks(experiment.design.queue)
         self._notes: list[tuple[str, dict[str, Any]]] = []  # events that wait for the next transaction
         self._notes_due_s: float | None = None
-        self._counted = len(self.ledger.commits)  # slots that the metrics know of, or need not
+        self._counted = self.board.next_to_commit  # slots that the metrics know of, or need not
         self._thread: int | None = None
         self._trials: dict[int, _Trial] = {}
         self._mode: Mode = "running"
@@ -271,10 +271,10 @@ class Coordinator:
 
     def _recover(self) -> None:
         """Take up what was committed, what has ended, and what still runs."""
-        store, commits = self.store, self.ledger.commits
+        store = self.store
         since = store.active_since()
         active = [one for one, _ in since]
-        for attempt in store.attempts(len(commits)):
+        for attempt in store.attempts(self.board.next_to_commit):
             trial = self._trials.setdefault(attempt.schedule_idx, _Trial())
             trial.attempt = max(trial.attempt, attempt.attempt)
             slot = self.board.slots[attempt.schedule_idx]
@@ -289,17 +289,18 @@ class Coordinator:
             self.ledger.lanes.adopt(one.slot.variant_id)
             self._metrics.adopted(one.trial_id, one.slot.variant_id, age_s, now_s)
         self._began_s = self.ledger.began_s
-        self._take_up_task(commits)
+        self._take_up_task()
         self._at("adopting")
         self._adopt(active)
 
-    def _take_up_task(self, commits: Sequence[Committed]) -> None:
+    def _take_up_task(self) -> None:
         """Of a task that is half committed: what its end will be told with."""
-        slots, first = self.board.slots, len(commits)
-        while first and len(commits) < len(slots) and slots[first - 1].task_id == slots[len(commits)].task_id:
+        slots, due = self.board.slots, self.board.next_to_commit
+        first = due
+        while first and due < len(slots) and slots[first - 1].task_id == slots[due].task_id:
             first -= 1
         known = {(one.schedule_idx, one.attempt): one.completion_json for one in self.store.attempts(first)}
-        for commit in commits[first:]:
+        for commit in list(self.store.commits(first)):
             if commit.status is Status.SKIPPED:
                 self._task_so_far.append(self._skipped(slots[commit.schedule_idx], ""))
             else:

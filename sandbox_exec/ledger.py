@@ -74,7 +74,6 @@ class Ledger:
         self.tasks = {task.id: task for task in self.experiment.tasks}
         self.variants = {variant.id: variant for variant in experiment.variants}
         self.lanes = Lanes(experiment.lanes, experiment.variants)
-        self.commits: list[Committed] = list(store.commits())
         self._digests: dict[str, str] = {}  # of what tasks say, by id; made when it is first asked for
         self._owners: dict[str, str] = {}  # the other way round
         state, wall_s = store.state(), time.time()
@@ -85,13 +84,14 @@ class Ledger:
         self.queue.restore(state.get(QUEUE), self.experiment.tasks)
         self.withdrawn = store.withdrawn()
         self.forgiven: dict[str, int] = state.get(_FORGIVEN) or {}  # by trial, its attempts before a retry
-        self.began_s = now_s() - _used_before_s(store, self.commits)
+        commits = list(store.commits())
+        self.began_s = now_s() - _used_before_s(store, commits)
         self._given_up: int | None = state.get(_GIVEN_UP)
         self.retries: dict[int, int] = {}  # by slot, the slot that it is another try at
-        self.board = self._board(state.get(BLOCKED), now_s() - wall_s)
+        self.board = self._board([one.status for one in commits], state.get(BLOCKED), now_s() - wall_s)
         self._go_on()
 
-    def _board(self, blocked: int | None, clock_offset_s: float) -> Board:
+    def _board(self, committed: Sequence[Status], blocked: int | None, clock_offset_s: float) -> Board:
         slots, submitted_s = [], []
         for slot, submitted_at, retry_of in self.store.scheduled():
             slots.append(slot)
@@ -109,7 +109,7 @@ class Ledger:
             design.memory_budget or int(psutil.virtual_memory().total * _BUDGET_SHARE),
             start_s=self.began_s,
             submitted_s=submitted_s,
-            committed=[commit.status for commit in self.commits],
+            committed=committed,
             active=[one.slot.schedule_idx for one in self.store.active()],
             withdrawn={idx: reason for idx, (_, reason) in self.withdrawn.items()},
             blocked=blocked,

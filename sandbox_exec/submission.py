@@ -32,7 +32,7 @@ from sandbox_exec.ledger import (
     experiment_of,
 )
 from sandbox_exec.runs import PathLike, image_digests
-from sandbox_exec.store import RunStore, attempt_folder
+from sandbox_exec.store import RunStore, attempt_folder, holder
 
 _BETWEEN_S: Final = 10.0  # for a coordinator that begins or ends: it holds the run, and does not listen
 _LOOK_S: Final = 0.05
@@ -92,12 +92,18 @@ def submit(
     }
     until_s = None if wait_s is None else time.monotonic() + wait_s
     while True:
+        last = _last_event(folder)
         try:
             return submitted_by(_change(folder, request))
         except QueueFull:
             if until_s is not None and time.monotonic() >= until_s:
                 raise
             time.sleep(_ROOM_S)
+            # A try at a run that nobody works at holds it, and would keep out who wants to continue it.
+            while holder(folder) is None and _last_event(folder) == last:
+                if until_s is not None and time.monotonic() >= until_s:
+                    raise
+                time.sleep(_ROOM_S)
 
 
 def purge(folder: PathLike, which: SlotFilter) -> list[str]:
@@ -157,6 +163,12 @@ def _inputs(folder: Path, tasks: list[Task]) -> dict[str, str]:
     if not new:
         return {}
     return digests_of(experiment, new) | image_digests(experiment.model_copy(update={"tasks": tuple(new)}))
+
+
+def _last_event(folder: Path) -> int:
+    with RunStore.open(folder, write=False) as store:
+        ((last,),) = store.query("SELECT coalesce(max(id), 0) FROM events")
+    return int(last)
 
 
 def _change(folder: Path, request: dict[str, Any]) -> dict[str, Any]:

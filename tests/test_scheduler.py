@@ -4,8 +4,9 @@ import gc
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -359,8 +360,13 @@ class Committed(NamedTuple):
     reason: str | None
 
 
-def model(case: Case, purged: Collection[int] = ()) -> list[Committed]:
-    """The history by the plainest reading of the rules: one slot after the other."""
+def model(
+    case: Case, purged: Collection[int] = (), decided: Mapping[int, Status] = MappingProxyType({})
+) -> list[Committed]:
+    """The history by the plainest reading of the rules: one slot after the other.
+
+    What people did while the run went on is given: which slots they purged, and as what they let blocked ones end.
+    """
     history: list[Committed] = []
     failures: Counter[str] = Counter()
     pruned: set[str] = set()
@@ -376,7 +382,7 @@ def model(case: Case, purged: Collection[int] = ()) -> list[Committed]:
             reason = f"it depends on task {unmet[0]}, which ended as {status}"
         elif slot.schedule_idx in purged:
             reason = PURGED
-        status = Status.SKIPPED if reason else final_status(case, slot)
+        status = Status.SKIPPED if reason else decided.get(slot.schedule_idx) or final_status(case, slot)
         if status is OK:
             failures[slot.variant_id] = 0
         elif status.blame is Blame.AGENT:
@@ -413,6 +419,7 @@ class Run:
     chance: random.Random
     duration_s: float | None = None
     purges: bool = False
+    blocks: bool = False
     now_s: float = 0.0
     attempts: dict[int, list[Status]] = field(default_factory=dict)
     not_before: dict[int, float] = field(default_factory=dict)
@@ -422,6 +429,9 @@ class Run:
     finished: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
     purged: set[int] = field(default_factory=set)
+    blocked: int | None = None
+    given_up: set[int] = field(default_factory=set)
+    decided: dict[int, Status] = field(default_factory=dict)  # of what was blocked: how it ended at last
     history: list[Committed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -450,6 +460,7 @@ class Run:
             committed=[row.status for row in self.history],
             active=self.in_flight | self.finished,
             withdrawn=dict.fromkeys(self.purged, PURGED),
+            blocked=self.blocked,
         )
         for idx in self.chance.sample(sorted(self.finished), len(self.finished)):
             if self.chance.random() < 0.5:
@@ -488,6 +499,20 @@ class Run:
             for idx in self.chance.sample(waiting, min(1, len(waiting))):
                 self.board.withdraw(idx, PURGED)
                 self.purged.add(idx)
+        if self.blocked is not None and self.chance.random() < 0.1:
+            self.unblock()
+
+    def unblock(self) -> None:
+        """Retry what is blocked, or give it up."""
+        assert self.blocked is not None
+        idx, self.blocked = self.blocked, None
+        if self.chance.random() < 0.5:
+            self.given_up.add(idx)
+            self.finished.add(idx)
+            self.board.finish(idx)
+        else:
+            self.not_before[idx] = self.now_s + self.chance.choice([0.0, 1.0])
+            self.board.requeue(idx, self.not_before[idx])
 
     def commit_some(self) -> bool:
         """Commit what can be, but not always at once: a coordinator has other things to do."""
@@ -495,9 +520,16 @@ class Run:
         while self.board.committable and self.chance.random() < 0.8:
             idx = self.board.next_to_commit
             verdict = verdict_at_commit(self.board, idx, self.attempts[idx][-1] if idx in self.finished else None)
+            self.finished.discard(idx)
+            failed = verdict.status not in (OK, Status.SKIPPED)
+            if self.blocks and failed and idx not in self.given_up and self.board.has_dependants(idx):
+                self.board.block(idx)
+                self.blocked = idx
+                return True
+            if idx in self.attempts:
+                self.decided[idx] = self.attempts[idx][-1]
             self.board.commit(idx, verdict.status)
             self.history.append(Committed(idx, *verdict))
-            self.finished.discard(idx)
             self.skipped.discard(idx)
             done = True
         return done
@@ -522,7 +554,10 @@ class Run:
         decisions = decide(self.board, self.now_s, self.capacity)
         assert not decisions.dispatch, "there was nothing to do"
         wake_s = decisions.wake_s
-        assert self.in_flight or wake_s is not None or self.board.committable, "stuck"
+        in_vain = not (self.in_flight or wake_s is not None or self.board.committable)
+        assert in_vain == self.board.stuck
+        if in_vain:
+            self.unblock()
         if self.in_flight and (wake_s is None or self.chance.random() < 0.8):
             self.now_s += self.chance.random()
             self.end_attempt(self.chance.choice(sorted(self.in_flight)))
@@ -573,6 +608,7 @@ class Run:
             same = each.variant_id == slot.variant_id
             if same and row.chain is not None and self.case.task_of(each).chain == row.chain:
                 assert self.ended(each.schedule_idx), "chain"
+                assert row.chain not in {self.case.task_of(one).chain for one in flying if one.variant_id == own.id}
             if same and each.repeat == slot.repeat and each.task_id in row.depends_on:
                 assert each.schedule_idx < len(self.history), "dependency"
                 assert self.history[each.schedule_idx].status is OK, "dependency"
@@ -589,18 +625,20 @@ class Run:
         return self.case.task_of(self.slots[idx]).protocol.serial
 
     def ended(self, idx: int) -> bool:
-        return idx < len(self.history) or idx in self.finished | self.skipped
+        return idx < len(self.history) or idx in self.finished | self.skipped | {self.blocked}
 
     def compare(self) -> None:
         """The board and our own books say the same."""
         gone = len(self.in_flight) + len(self.finished) + len(self.skipped) + len(self.history)
         assert self.board.counts == Counts(
-            waiting=len(self.joined_s) - gone,
+            waiting=len(self.joined_s) - gone - (self.blocked is not None),
             in_flight=len(self.in_flight),
             finished=len(self.finished),
             skipped=len(self.skipped),
             committed=len(self.history),
+            blocked=int(self.blocked is not None),
         )
+        assert self.board.blocked == self.blocked
         assert self.board.in_flight == self.in_flight
         waiting = [idx for idx in range(len(self.joined_s)) if not self.ended(idx) and idx not in self.in_flight]
         assert list(self.board.not_started()) == waiting
@@ -639,6 +677,16 @@ def test_what_is_purged_is_skipped_and_the_rest_is_as_if_it_had_never_been_there
     concurrency, capacity, seed = run
     purging = Run(case, concurrency, capacity, random.Random(seed), purges=True)
     assert purging.to_the_end(crashes) == model(case, purging.purged)
+
+
+@settings(unhurried, max_examples=100)
+@given(cases(), runs, st.integers(0, 3))
+def test_what_is_blocked_is_retried_or_given_up_and_the_rest_follows_from_that(
+    case: Case, run: tuple[int, int, int], crashes: int
+) -> None:
+    concurrency, capacity, seed = run
+    blocking = Run(case, concurrency, capacity, random.Random(seed), purges=True, blocks=True)
+    assert blocking.to_the_end(crashes) == model(case, blocking.purged, blocking.decided)
 
 
 @settings(unhurried, max_examples=100)
