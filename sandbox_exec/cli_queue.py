@@ -172,7 +172,9 @@ def purge(
         str | None, typer.Option(metavar="P", help="Of this priority: a number, low, normal, high or critical.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that has not begun.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask. Needed with --json, and where there is no terminal.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask. Needed with --json, and where there is no terminal.")
+    ] = False,
     runs: Runs = "runs",
     json: Json = False,
 ) -> None:

@@ -101,6 +101,7 @@ def sections(report: Report) -> Iterator[Section]:
     """All tables that have something in them."""
     for section in (
         _results(report),
+        _abilities(report),
         _endings(report),
         _pass_at_k(report),
         _costs(report),
@@ -161,6 +162,21 @@ def _costs(report: Report) -> Section:
     ]
     columns = ["variant", "time p50", "p90", "p99", "memory p50", "p90", "p99"]
     return Section("Time and memory", columns, rows, words=["variant"])
+
+
+def _abilities(report: Report) -> Section:
+    rows = [
+        [
+            one.variant_id,
+            str(one.repeat),
+            _number(one.ability, "+"),
+            "-" if one.standard_error is None else _number(one.standard_error),
+            f"{one.solved} of {one.tasks}",
+            one.ended or "-",
+        ]
+        for one in report.abilities
+    ]
+    return Section("Ability", ["variant", "repeat", "ability", "error", "solved", "ended by"], rows, words=["variant"])
 
 
 def _by_tag(report: Report) -> Section:

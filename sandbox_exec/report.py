@@ -33,7 +33,8 @@ from pydantic import Field
 from sandbox_exec.contracts import Blame, Contract, Experiment, Isolation, Status, derive_seed
 from sandbox_exec.experiment import json_digest
 from sandbox_exec.figures import Z, clustered_mean, paired_bootstrap, pass_at_k, percentiles, wilson
-from sandbox_exec.ledger import experiment_of
+from sandbox_exec.ledger import QUEUE, experiment_of
+from sandbox_exec.schedule.adaptive import AdaptiveQueue
 from sandbox_exec.store import RunStore
 from sandbox_exec.store.db import Progress, Run
 
@@ -198,6 +199,18 @@ class Conditions(Contract):
     sandbox_exec: str = Field(description="Version of what made this report.")
 
 
+class Ability(Contract):
+    """What the adaptive order has found out of a repeat of a variant."""
+
+    variant_id: str
+    repeat: int
+    ability: float
+    standard_error: float | None = Field(description="None: nothing is known of it yet.")
+    tasks: int = Field(description="How many answers it is from.")
+    solved: int
+    ended: str | None = Field(description="Why no further task was chosen. None: there are more to come.")
+
+
 class Report(Contract):
     """What a run says about its variants."""
 
@@ -206,6 +219,7 @@ class Report(Contract):
     slots: int
     committed: int
     variants: tuple[VariantReport, ...] = Field(description="In the experiment's order, those without trials too.")
+    abilities: tuple[Ability, ...] = Field(description="With order: adaptive; empty with all others.")
     tags: tuple[TagReport, ...]
     comparisons: tuple[Comparison, ...]
     failures: tuple[FailureGroup, ...] = Field(description="The most frequent first, up to 100.")
@@ -228,6 +242,7 @@ def report_of(folder: Path) -> Report:
         noted = store.query("SELECT data FROM events WHERE kind = 'pruned'")
         pruned = sorted({json.loads(data)["variant"] for (data,) in noted})
         experiment = experiment_of(store)
+        state = store.state()
     judged = [*_judged(trials)]
     by_variant: dict[str, list[_Verdict]] = {variant.id: [] for variant in experiment.variants}
     for one in judged:
@@ -243,6 +258,7 @@ def report_of(folder: Path) -> Report:
             _variant(variant_id, scheduled.get(variant_id, 0), found, experiment.design.repeats)
             for variant_id, found in by_variant.items()
         ),
+        abilities=tuple(_abilities(experiment, state)),
         tags=tuple(_tags(by_variant, experiment)),
         comparisons=comparisons,
         failures=failures[:MAX_GROUPS],
@@ -255,6 +271,15 @@ def report_of(folder: Path) -> Report:
             ),
         ),
     )
+
+
+def _abilities(experiment: Experiment, state: Mapping[str, Any]) -> Iterator[Ability]:
+    """What the queue knew at the last commit."""
+    if experiment.design.order == "adaptive" and state.get(QUEUE) is not None:
+        queue = AdaptiveQueue(experiment)
+        queue.restore(state[QUEUE], experiment.tasks)
+        for found in queue.report():
+            yield Ability.model_validate({name: found[name] for name in Ability.model_fields})
 
 
 # --- reading ---
@@ -653,6 +678,8 @@ def _notes(
         yield f"Pruned after failures in a row, so that the rest was skipped: {', '.join(pruned)}."
     if experiment.design.repeats > 1 and any(one.passed is not None for one in judged):
         yield "Wilson intervals take repeats of a task for independent; the standard errors do not."
+    if experiment.design.order == "adaptive":
+        yield "The adaptive order gave each variant tasks of its own choice: compare abilities, not pass rates."
     if len(comparisons) > 1:
         yield f"Intervals of differences are not corrected for there being {len(comparisons)} comparisons."
     if len(experiment.variants) > MAX_ALL_PAIRS:

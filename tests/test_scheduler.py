@@ -525,8 +525,9 @@ class Run:
             if self.blocks and failed and idx not in self.given_up and self.board.has_dependants(idx):
                 self.board.block(idx)
                 self.blocked = idx
+                self.decided[idx] = verdict.status
                 return True
-            if idx in self.attempts:
+            if idx in self.decided:
                 self.decided[idx] = self.attempts[idx][-1]
             self.board.commit(idx, verdict.status)
             self.history.append(Committed(idx, *verdict))

@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from . import containers, process, report, run
+from . import containers, process, queue, report, run
 from .orphans import adopt_orphans, sweep
 
 
@@ -45,6 +45,7 @@ def _parse() -> argparse.Namespace:
 _BENCHMARKS = {
     "process": (process.PARTS, "the process sandbox: throughput, kills, traces"),
     "run": (run.PARTS, "durable runs, and the coordinator alone"),
+    "queue": (queue.PARTS, "queues, lanes, submissions, and many workers at once"),
     "docker": (containers.PARTS, "trials in containers: seconds each, kills, files"),
 }
 

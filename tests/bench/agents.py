@@ -21,6 +21,13 @@ def echo(value: int) -> int:
     return value
 
 
+def nap(seconds: float) -> tuple[float, float]:
+    """Sleep, and return from when to when, by the clock that all processes of the machine share."""
+    begun = time.monotonic()
+    time.sleep(seconds)
+    return begun, time.monotonic()
+
+
 def answer(pipe: Connection, function: Callable[[int], int], value: int) -> None:
     """Call, and send the result: what a bare `multiprocessing.Process` needs around a function."""
     pipe.send(function(value))
