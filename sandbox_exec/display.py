@@ -238,12 +238,12 @@ def _alert_line(alert: Mapping[str, Any]) -> str:
 
 
 def _lane_line(name: str, lane: Mapping[str, Any], live: bool) -> str:
-    limit = "no limit" if lane["limit"] is None else lane["limit"]
+    limit = "" if lane["limit"] is None else f"/{lane['limit']}"
     most = f" (of {lane['max_concurrent']})" if lane["max_concurrent"] != lane["limit"] else ""
-    parts = [f"{lane['in_flight']}/{limit}{most} in flight"]
-    if live and lane["blocked_s"] > 0:  # of a run that stands still, nobody counts it down
+    parts = [f"{lane['in_flight']}{limit}{most} in flight"]
+    if live and lane["blocked_s"] > 0:
         parts.append(f"blocked for {_age(lane['blocked_s'])}")
-    if lane["tokens_in_window"]:
+    if live and lane["tokens_in_window"]:
         parts.append(f"{_number(lane['tokens_in_window'])} tokens in the last minute")
     if lane["turned_away"]:
         parts.append(f"turned away {lane['turned_away']} times")

@@ -88,7 +88,11 @@ class Ledger:
         self.began_s = now_s() - _used_before_s(store, commits)
         self._given_up: int | None = state.get(_GIVEN_UP)
         self.retries: dict[int, int] = {}  # by slot, the slot that it is another try at
-        self.board = self._board([one.status for one in commits], state.get(BLOCKED), now_s() - wall_s)
+        is_dropped = self._given_up == len(commits)  # and not committed: it waits for that, as it ended
+        blocked = self._given_up if is_dropped else state.get(BLOCKED)
+        self.board = self._board([one.status for one in commits], blocked, now_s() - wall_s)
+        if is_dropped:
+            self.board.finish(len(commits))
         self._go_on()
 
     def _board(self, committed: Sequence[Status], blocked: int | None, clock_offset_s: float) -> Board:
@@ -259,7 +263,8 @@ class Ledger:
             }
             if blocked is not None:
                 trial_id = derive_trial_id(board.slots[blocked])
-                self.forgiven[trial_id] = max((one.attempt for one in self.store.attempts(blocked)), default=0)
+                own = (one.attempt for one in self.store.attempts(blocked) if one.schedule_idx == blocked)
+                self.forgiven[trial_id] = max(own, default=0)
                 self.store.set_state(_FORGIVEN, self.forgiven)
                 self.store.set_state(BLOCKED, None)
                 board.requeue(blocked, self._now_s())

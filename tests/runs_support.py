@@ -145,10 +145,11 @@ def work_at(
     at: At | None = None,
     callbacks: Iterable[RunCallback] = (),
     clock: ManualClock | None = None,
+    now: Callable[[], float] = time.time,
 ) -> RunEnd:
     """Run, or continue, until it ends; the backend is closed then."""
     try:
-        with open_run(folder, one, at) as store:
+        with open_run(folder, one, at, now) as store:
             more: dict[str, Any] = {"at": at} if at else {}
             return Coordinator(store, one, backend, callbacks=callbacks, clock=clock, **more).run()
     finally:

@@ -123,7 +123,9 @@ def test_a_dependency_that_stands_later_is_an_error_from_the_beginning() -> None
 def test_a_schedule_with_a_gap_is_refused() -> None:
     slots = schedule([task("t0"), task("t1")], [variant("a")])
     with pytest.raises(ValueError, match="slot 0 of the schedule says that it is 1"):
-        Board(slots[1:], {"t1": task("t1")}, {"a": variant("a")}, Design(), queue_of([], [variant("a")], Design()), 1, 1)
+        Board(
+            slots[1:], {"t1": task("t1")}, {"a": variant("a")}, Design(), queue_of([], [variant("a")], Design()), 1, 1
+        )
 
 
 @pytest.mark.parametrize(

@@ -433,11 +433,12 @@ def test_a_bad_experiment_is_exit_code_2(tmp_path: Path, call: Callable[..., Don
         (["run"], "Missing argument"),
         (["run", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["run", "x.yaml", "--workers", "0"], "greater than or equal to 1"),
+        (["run", "x.yaml", "--metrics-port", "70000"], "Invalid value for '--metrics-port'"),
         (["continue", "nowhere"], "there is no run in nowhere, nor in runs/nowhere; there are no runs in runs"),
         (["status", "nowhere"], "there is no run in nowhere"),
         (["stop", "nowhere"], "there is no run in nowhere"),
         (["history", "nowhere"], "there is no run in nowhere"),
-        (["schema", "Swimming"], "there is no contract 'Swimming'; allowed: ActiveTrial, "),
+        (["schema", "Swimming"], "there is no contract 'Swimming'; allowed: Ability, ActiveTrial, "),
     ],
 )
 def test_bad_usage_is_exit_code_2(
@@ -478,7 +479,8 @@ def test_help_has_examples(call: Callable[..., Done], command: str) -> None:
 
 def test_every_contract_has_a_schema(call: Callable[..., Done]) -> None:
     names = call("schema").out.split()
-    assert {"Experiment", "ExperimentFile", "TrialCompletion", "RunSummary", "RunStatus", "Diagnosis"} <= set(names)
+    expected = {"Experiment", "ExperimentFile", "TrialCompletion", "RunSummary", "RunStatus", "Diagnosis"}
+    assert {*expected, "Submitted", "SlotFilter", "DeadLetter"} <= set(names)
     for name in names:
         schema = json.loads(call("schema", name).out)
         assert (schema["title"], schema["type"]) == (name, "object")

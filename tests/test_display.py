@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from sandbox_exec.contracts import AgentError, Phase, Slot, Status, TrialCompletion, Usage, derive_trial_id
+from sandbox_exec.contracts.queue import AlertSettings
 from sandbox_exec.coordinator import Coordinator, RunEnd
 from sandbox_exec.display import (
     EACH,
@@ -30,6 +31,7 @@ from sandbox_exec.display import (
     summary_table,
     trial_line,
 )
+from sandbox_exec.metrics import Metrics
 from sandbox_exec.runs import Failure, InFlight, Owner, RunStatus, RunSummary
 from sandbox_exec.testing import ManualClock
 
@@ -152,6 +154,19 @@ def test_totals_are_those_of_the_whole_run_from_the_first_moment(clock: ManualCl
     view = display.view()
     assert (view.committed, view.slots) == (13, 30)
     assert view.by_status == {Status.SUCCESS: 12, Status.TASK_TIMEOUT: 1}
+
+
+def test_the_total_grows_with_the_schedule(clock: ManualClock) -> None:
+    run = FakeRun(slots=1)
+    display, lines = plain(run, clock)
+    display.on_trial_end(completion(0))
+    run.board.slots = range(3)
+    display.on_trial_end(completion(1))
+    assert [line.split()[0] for line in lines] == ["1/1", "2/3"]
+    run.board.slots = range(4)
+    clock.advance(1)
+    display.on_trace(slot(0), "agent", 1)
+    assert (display.view().committed, display.view().slots) == (2, 4)
 
 
 def test_nothing_is_counted_before_it_is_known_how_much_there_is(clock: ManualClock) -> None:
@@ -300,6 +315,10 @@ def test_a_status_is_lines_for_people() -> None:
         by_status={Status.SUCCESS: 1, Status.AGENT_ERROR: 1},
         in_flight=(in_flight(3, phase="agent"), in_flight(4)),
         last_failures=(Failure(trial_id="wild.x", status=Status.AGENT_ERROR, error_type=HOSTILE),),
+        lifecycle={"pending": 1, "assigned": 0, "executing": 2, "retrying": 0, "completed": 1, "failed": 1},
+        metrics=None,
+        lanes={},
+        queue=None,
     )
     lines = status_lines(status)
     assert "held by    process 7 on here, since today" in lines
@@ -307,6 +326,115 @@ def test_a_status_is_lines_for_people() -> None:
     assert "ended as   1 success, 1 agent_error" in lines
     assert sum("attempt 1" in line for line in lines) == 2
     assert all(line.isprintable() for line in lines)
+
+
+def figures(**fields: Any) -> dict[str, Any]:
+    """What a coordinator says, of a run in which nothing has happened."""
+    metrics = Metrics(AlertSettings(), lambda task_id: (), 0.0).snapshot(0.0)
+    return {**metrics, **fields}
+
+
+def status(owner: bool = True, **fields: Any) -> RunStatus:
+    known: dict[str, Any] = {
+        "run_id": "night-1",
+        "folder": Path("/runs/night-1"),
+        "status": "running",
+        "created_at": 0.0,
+        "owner": Owner(pid=7, host="here", since="today") if owner else None,
+        "slots": 5,
+        "committed": 5,
+        "by_status": {Status.SUCCESS: 5},
+        "in_flight": (),
+        "last_failures": (),
+        "lifecycle": {"pending": 0, "completed": 5},
+        "metrics": figures(),
+        "lanes": {},
+        "queue": None,
+    }
+    return RunStatus(**{**known, **fields})
+
+
+def section(lines: list[str], title: str) -> list[str]:
+    """The rows below a title, which stands beside the first of them."""
+    first = next(idx for idx, line in enumerate(lines) if line.startswith(f"{title} "))
+    rows = [lines[first]]
+    for line in lines[first + 1 :]:
+        if not line.startswith(" "):
+            break
+        rows.append(line)
+    return [row[11:] for row in rows]
+
+
+def test_a_status_says_no_more_than_there_is() -> None:
+    titles = [line[:10].rstrip() for line in status_lines(status())]
+    assert titles == ["run", "folder", "status", "held by", "committed", "ended as"]
+
+
+def test_a_status_has_the_lifecycle_while_something_is_left_to_do() -> None:
+    lifecycle = {"pending": 2, "assigned": 0, "executing": 1, "retrying": 1, "finished": 0, "completed": 1}
+    assert "lifecycle  2 pending, 1 executing, 1 retrying, 1 completed" in status_lines(
+        status(committed=1, lifecycle=lifecycle)
+    )
+
+
+def test_a_status_has_the_depth_by_the_names_of_priorities() -> None:
+    depth = {"total": 6, "by_priority": {"10": 1, "7": 2, "0": 3, "-10": 0}}
+    lines = status_lines(status(metrics=figures(depth=depth)))
+    assert section(lines, "queue") == ["6 waiting: 1 high, 2 of priority 7, 3 normal"]
+
+
+def test_a_status_has_the_rate_and_the_worst_failure_rates() -> None:
+    by_variant = {f"v{n}": {"failed": n, "of": 10, "rate": n / 10} for n in range(6)}
+    by_tag = {HOSTILE: {"failed": 2, "of": 2, "rate": 1.0}}
+    half = {"p50": 0.5}
+    metrics = figures(
+        throughput_per_minute={"start": 9.0, "minute": 12.4},
+        utilisation={"start": 0.1, "minute": 0.931},
+        wait_s=half,
+        latency_s={"p50": None},
+        failure_rate={"by_variant": by_variant, "by_tag": by_tag, "tags_left_out": 0},
+    )
+    lines = status_lines(status(metrics=metrics))
+    assert section(lines, "rate") == ["12 trials in the last minute, workers 93% busy, half waited up to 0.5 s"]
+    worst, *rest = section(lines, "failing")
+    assert (worst.startswith("tag "), worst.isprintable()) == (True, True)
+    assert rest == [*(f"v{n}: {n} of 10 ({n}0%)" for n in (5, 4, 3, 2)), "... and 1 more"]
+
+
+def test_a_status_has_alerts_and_lanes() -> None:
+    alert = {"alert": "failure_rate", "variant_id": "v", "failed": 2, "of": 3, "rate": 2 / 3}
+    lane = {"in_flight": 2, "limit": 4, "max_concurrent": 8, "blocked_s": 12.34, "tokens_in_window": 4000.0}
+    free = {"in_flight": 1, "limit": None, "max_concurrent": None, "blocked_s": 0.0, "tokens_in_window": 0.0}
+    lanes = {"api": {**lane, "turned_away": 3}, "free": {**free, "turned_away": 0}}
+    lines = status_lines(status(metrics=figures(alerts=[alert]), lanes=lanes))
+    assert section(lines, "alerts") == ["failure_rate  variant_id=v  failed=2  of=3  rate=0.67"]
+    assert section(lines, "lanes") == [
+        "api  2/4 (of 8) in flight, blocked for 12.3 s, 4000 tokens in the last minute, turned away 3 times",
+        "free  1 in flight",
+    ]
+
+
+def test_figures_of_a_coordinator_that_has_gone_are_not_shown_as_those_of_now() -> None:
+    depth = {"total": 6, "by_priority": {"0": 6}}
+    lane = {"in_flight": 0, "limit": 4, "max_concurrent": 4, "blocked_s": 9.0, "tokens_in_window": 4000.0}
+    metrics = figures(depth=depth, alerts=[{"alert": "depth", "depth": 6, "limit": 5}])
+    lines = status_lines(status(owner=False, metrics=metrics, lanes={"api": {**lane, "turned_away": 3}}))
+    assert not any(line.startswith(("queue", "alerts")) for line in lines)
+    assert section(lines, "lanes") == ["api  0/4 in flight, turned away 3 times"]
+
+
+def test_a_status_has_the_abilities_that_the_adaptive_order_found() -> None:
+    known = {"variant_id": "v", "repeat": 0, "ability": 0.516, "standard_error": 0.297, "tasks": 7, "chosen": 8}
+    found = [
+        {**known, "solved": 5, "ended": "standard_error"},
+        {**known, "repeat": 1, "ability": -1.0, "standard_error": None, "tasks": 0, "solved": 0, "ended": None},
+    ]
+    assert section(status_lines(status(queue=found)), "ability") == [
+        "v  +0.52 ± 0.30, 5 of 7 tasks solved; ended: standard_error",
+        "v repeat 1  -1.00 ± unknown, 0 of 0 tasks solved",
+    ]
+    own = status_lines(status(queue={"of the user's": "own"}))
+    assert not any(line.startswith("ability") for line in own)
 
 
 # --- without a terminal ---

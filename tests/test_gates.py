@@ -365,7 +365,10 @@ def test_over_the_duration_what_waits_at_a_gate_is_skipped_in_order() -> None:
     assert dispatched(b) == []
     assert skip_all(b, 50.0) == Decisions(skip=((1, OVER), (2, OVER)))
     b.finish(0)
-    assert [commit(b, OK), commit(b, None), commit(b, None)] == [Verdict(OK, None), *[Verdict(Status.SKIPPED, OVER)] * 2]
+    assert [commit(b, OK), commit(b, None), commit(b, None)] == [
+        Verdict(OK, None),
+        *[Verdict(Status.SKIPPED, OVER)] * 2,
+    ]
     assert b.done
 
 
@@ -415,7 +418,8 @@ def test_gates_hold_whatever_happens_and_open_again(
             assert serial[idx] is None or not flying
             load = Counter(rows[one][1] for one in flying)
             for one in range(idx):
-                is_open = limits[rows[one][1]] is None or load[rows[one][1]] < limits[rows[one][1]]
+                limit = limits[rows[one][1]]
+                is_open = limit is None or load[rows[one][1]] < limit
                 waits = one not in done | flying | set(delayed)
                 assert not (serial[one] == "global" and serial[idx] is None and waits and is_open), "it was passed"
             flying.add(idx)

@@ -70,13 +70,11 @@ def test_slots_that_join_stand_after_all_others_and_go_like_them() -> None:
 
 
 def test_a_board_that_was_done_goes_on_when_slots_join() -> None:
-    b = board("t0")
-    run_one(b, OK)
-    assert b.done
+    b = board("t0", committed=[OK])
     join(b, "t1")
     assert not b.done
     run_one(b, OK)
-    assert b.done
+    assert b.next_to_commit == 2
 
 
 def test_a_later_slot_starts_at_once_where_its_dependency_is_committed_as_success() -> None:
@@ -452,6 +450,32 @@ def test_after_the_end_what_joins_is_skipped_too() -> None:
     assert dispatched(b) == []
     skip_all(b)
     assert commit(b, None) == skipped("enough")
+
+
+def test_after_the_end_what_somebody_asked_to_try_again_is_run() -> None:
+    b = board("t0", "t1", committed=[FAILED])
+    join(b, "t0", repeat=1, repeat_of={2: 0})
+    b.end("enough")
+    join(b, "t0", repeat=2, repeat_of={3: 0})
+    assert dispatched(b) == [2, 3]
+    skip_all(b)
+    b.finish(2)
+    assert [commit(b, None), commit(b, OK)] == [skipped("enough"), Verdict(OK, None)]
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 3])
+def test_a_queue_that_goes_on_again_runs_what_joins_then_and_what_was_skipped_stays_so(concurrency: int) -> None:
+    b = board("t0", "t1", "t2", max_concurrency=concurrency)
+    for idx in dispatched(b):
+        b.finish(idx)
+    commit(b, OK)
+    b.end("enough")
+    b.reopen()
+    join(b, "t3")
+    skip_all(b)
+    ran = concurrency - 1
+    assert [commit(b, OK if idx < ran else None) for idx in range(2)] == [skipped("enough")] * 2
+    assert run_one(b, OK) == Verdict(OK, None)
 
 
 def test_a_pruned_variant_is_told_before_the_end() -> None:

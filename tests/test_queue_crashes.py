@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,17 +37,31 @@ from test_crashes import COORDINATOR_POINTS, KILLED, own_attempts
 
 from sandbox_exec import submission
 from sandbox_exec.backends.base import WorkerTicket
-from sandbox_exec.contracts import Cell, Grade, Status, TrialCompletion, TrialDispatch
+from sandbox_exec.contracts import Cell, Grade, Slot, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
 from sandbox_exec.errors import InvalidValue, RunNotActive
 from sandbox_exec.ledger import DISPLACED, PURGED, SlotFilter
 from sandbox_exec.schedule.queues import SequentialQueue
-from sandbox_exec.store import POINTS, RunStore
+from sandbox_exec.store import POINTS, RunStore, db
 from sandbox_exec.testing import HOLDS, Bells, ManualClock, Play, ScriptedBackend
 
 Row = dict[str, Any]
 Step = Callable[[Path, At | None], None]  # the second time, it does what the first time did not do
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process wrote is in the kernel's hands, on the disk or not."""
+    connect = db._connect
+
+    def connect_fast(path: Path, mode: str) -> sqlite3.Connection:
+        connection = connect(path, mode)
+        connection.execute("PRAGMA synchronous = OFF")
+        return connection
+
+    monkeypatch.setattr(db, "_connect", connect_fast)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 # --- stories: what is done at a run, one step after the other ---
@@ -177,14 +193,15 @@ def works(
     script: Callable[[Path], Script],
     *batches: tuple[int, list[Row]],
     end: str = "completed",
-    backend: Callable[..., ScriptedBackend] = Graded,
+    callbacks: Sequence[RunCallback] = (),
 ) -> Step:
     """A coordinator's life. `batches`: tasks that join after so many commits."""
 
     def step(folder: Path, at: At | None) -> None:
         clock = ManualClock(1000.0)
-        workers = backend(clock, one.design.max_concurrency, script(folder))
-        ended = work_at(folder, one, workers, at=at, callbacks=[Submits(folder, batches)], clock=clock)
+        backend = Graded(clock, one.design.max_concurrency, script(folder))
+        called = [Submits(folder, batches), *callbacks]
+        ended = work_at(folder, one, backend, at=at, callbacks=called, clock=clock)
         assert ended.status == end, ended
 
     return step
@@ -370,8 +387,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, in
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_stories_are_as_varied_as_they_say(told: Callable[[str, int], Told], order: str) -> None:
     one, four = told(order, 1), told(order, 4)
-    print(len(one.points), len(four.points), Counter(four.points), len(one.history))
-    for line in four.history: print(line)
     assert {*COORDINATOR_POINTS, "changed"} <= {*one.points, *four.points}
     assert {f"batch:{point}" for point in POINTS} <= set(one.points)
     if order != "adaptive":
@@ -384,3 +399,233 @@ def test_killed_at_any_point_the_story_comes_out_the_same(
     told: Callable[[str, int], Told], tmp_path: Path, order: str, at_once: int
 ) -> None:
     told(order, at_once).kill_everywhere(tmp_path / "runs", seed=at_once, more=8)
+
+
+# --- dead letters that block the run ---
+
+
+def blocking(base: Path, at_once: int) -> Story:
+    """`a` fails until its second budget, `b` for good; others need them, and one has more attempts than both."""
+    one = experiment(
+        base,
+        [
+            {"id": "a", "protocol": {"max_retries": 1}},
+            {"id": "b", "protocol": {"max_retries": 1}},
+            {"id": "has many attempts", "protocol": {"max_retries": 5}},
+            {"id": "needs a", "depends_on": ["a"]},
+            {"id": "needs b", "depends_on": ["b"]},
+        ],
+        design={"max_concurrency": at_once, "queue": {"failed_dependency": "block"}},
+    )
+
+    def script(folder: Path) -> Script:
+        def play(dispatch: TrialDispatch) -> Play:
+            fails = own_attempts(folder, dispatch) < {"a": 3, "b": 1000, "has many attempts": 5}.get(dispatch.task.id, 0)
+            return Play(Status.AGENT_ERROR, "KeyError") if fails else Play(result_sha256=f"{dispatch.seed}")
+
+        return play
+
+    stands = works(one, script, end="interrupted")
+    again = works(one, script, (0, [{"id": "joins", "input": 1, "depends_on": ["b"]}]), end="interrupted")
+    return Story(one, [stands, retries("a"), stands, retries("b"), again, outside(drop), works(one, script)])
+
+
+def drop(folder: Path) -> None:
+    for one in submission.dead_letters(folder):
+        if one.blocks:
+            submission.drop_dead(folder, one.trial_id)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_what_blocks_the_run_is_retried_and_given_up_once(tmp_path: Path, at_once: int) -> None:
+    told = Told(blocking(tmp_path / "base", at_once), tmp_path / "calm")
+    lines = {line["task"]: line for line in map(json.loads, told.history)}
+    assert [len(lines[task]["attempts"]) for task in ("a", "b", "has many attempts")] == [4, 4, 6]
+    assert {task for task, line in lines.items() if line["status"] == "success"} == {"a", "needs a", "has many attempts"}
+    assert {lines[task]["error_type"] for task in ("needs b", "joins")} == {"Skipped"}
+    told.kill_everywhere(tmp_path / "runs", seed=at_once, more=30)
+
+
+# --- purged and displaced ---
+
+
+class Purges(RunCallback):
+    """Purges by name, in the coordinator's own thread, once the first slot is committed."""
+
+    def on_run_start(self, run: Coordinator) -> None:
+        self._run = run
+        self._purge()
+
+    def on_trial_end(self, completion: TrialCompletion) -> None:
+        self._purge()
+
+    def _purge(self) -> None:
+        if self._run.board.next_to_commit >= 1:
+            self._run._change({"do": "purge", "filter": {"task": "not any more *"}})
+
+
+def crowded(base: Path, at_once: int) -> Story:
+    tasks: list[Row] = [
+        {"id": "begins", "protocol": {"serial": "first"}},
+        {"id": "low 1", "protocol": {"priority": "low"}},
+        {"id": "low 2", "protocol": {"priority": "low"}},
+        {"id": "low 3", "protocol": {"priority": "low"}},
+        {"id": "old 1", "protocol": {"tags": ["old"]}},
+        {"id": "old 2", "protocol": {"tags": ["old"]}},
+        *({"id": f"t{number}"} for number in range(4)),
+        {"id": "not any more 1"},
+        {"id": "not any more 2"},
+    ]
+    one = experiment(
+        base,
+        [{"input": number, **row} for number, row in enumerate(tasks)],
+        design={"max_concurrency": at_once, "queue": {"max_waiting": len(tasks), "when_full": "displace"}},
+    )
+
+    def high(name: str, number: int) -> Row:
+        return {"id": name, "input": number, "protocol": {"priority": "high"}}
+
+    return Story(
+        one,
+        [
+            lambda folder, at: open_run(folder, one, at).close(),
+            outside(lambda folder: submission.purge(folder, SlotFilter(tag="old"))),
+            submits(high("comes", 100)),
+            works(one, fates, (0, [high("comes late", 101)]), callbacks=[Purges()]),
+            retries("low 2"),
+            works(one, fates),
+        ],
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_what_was_purged_or_displaced_stays_so(tmp_path: Path, at_once: int) -> None:
+    told = Told(crowded(tmp_path / "base", at_once), tmp_path / "calm")
+    lines = [json.loads(line) for line in told.history]
+    by_type = {
+        kind: [line["task"] for line in lines if line["error_type"] == kind and line["status"] == "skipped"]
+        for kind in (PURGED, DISPLACED)
+    }
+    assert by_type[PURGED] == ["old 1", "old 2", "not any more 1", "not any more 2"]
+    assert by_type[DISPLACED] == ["low 1", "low 2"]
+    assert [(line["task"], line["repeat"], line["status"]) for line in lines[-1:]] == [("low 2", 1, "success")]
+    told.kill_everywhere(tmp_path / "runs", seed=at_once, more=10)
+
+
+# --- lanes ---
+
+
+class Watches(RunCallback):
+    """What the lanes are like when a coordinator begins, and when the trials of each variant begin."""
+
+    def __init__(self) -> None:
+        self.lanes: Row = {}
+        self.began_s: dict[str, list[float]] = {"v": [], "w": []}
+
+    def on_run_start(self, run: Coordinator) -> None:
+        self._run = run
+        self.lanes = run.figures()["lanes"]
+
+    def on_trial_selected(self, slot: Slot, attempt: int) -> None:
+        self.began_s[slot.variant_id].append(self._run._clock.now_s())
+
+
+TURNED_AWAY_S = 3000.0
+
+
+def test_a_lane_that_is_blocked_is_so_after_a_crash_and_no_other_one(tmp_path: Path) -> None:
+    one = experiment(
+        tmp_path / "base",
+        ["a", "b", "c"],
+        [variant(lane="x"), variant(id="w", lane="y")],
+        design={"max_concurrency": 2},
+        lanes={"x": {"max_concurrent": 8, "rpm": 6000, "adaptive": True}, "y": {"rpm": 6000}},
+    )
+
+    def script(folder: Path) -> Script:
+        def play(dispatch: TrialDispatch) -> Play:
+            turned_away = dispatch.variant.id == "v" and dispatch.task.id == "b" and dispatch.attempt == 1
+            return Play(Status.RATE_LIMITED, retry_after_s=TURNED_AWAY_S) if turned_away else Play()
+
+        return play
+
+    def live(folder: Path, at: At | None = None) -> Watches:
+        watches = Watches()
+        works(one, script, callbacks=[watches])(folder, at)
+        return watches
+
+    points: list[str] = []
+    noted: list[int] = []  # how many points there were when a trial of v was chosen
+
+    class Notes(RunCallback):
+        def on_trial_selected(self, slot: Slot, attempt: int) -> None:
+            if slot.variant_id == "v":
+                noted.append(len(points))
+
+    works(one, script, callbacks=[Notes()])(tmp_path / "calm", points.append)
+    due = history_of(tmp_path / "calm")
+    assert len(noted) == 4
+    begun = noted[1] + points[noted[1] :].index("begun") + 1
+    assert {"requeued", "batch:before-commit", "batch:after-commit"} <= set(points[begun : noted[2]])
+
+    def work(part: int) -> None:
+        for nth in range(begun, noted[2] + 1)[part::2]:
+            folder = tmp_path / f"{nth}-{points[nth - 1]}"
+            assert in_child(partial(live, folder, KillAt("*", nth))) == KILLED
+            with RunStore.open(folder, write=False) as store:
+                ((starts,),) = store.query(
+                    """SELECT sum(attempt) FROM (SELECT schedule_idx, max(attempt) AS attempt FROM
+                       (SELECT schedule_idx, attempt FROM attempts UNION SELECT schedule_idx, attempt FROM active)
+                       GROUP BY schedule_idx) JOIN schedule USING (schedule_idx) WHERE variant_id = 'v'"""
+                )
+            seen = live(folder)
+            assert seen.lanes["x"]["blocked_s"] > TURNED_AWAY_S - 100, folder.name
+            assert seen.lanes["x"]["limit"] == 4, folder.name
+            assert seen.lanes["x"]["starts_in_window"] == starts, folder.name
+            assert seen.lanes["y"]["blocked_s"] == 0, folder.name
+            assert seen.began_s["v"][0] > 1000 + TURNED_AWAY_S - 100, folder.name
+            assert history_of(folder) == due, folder.name
+            assert_nothing_ran_twice(folder)
+
+    assert in_children([partial(work, 0), partial(work, 1)]) == [0, 0]
+    assert all(len(json.loads(line)["attempts"]) == 1 for line in due)
+
+
+# --- the end of a run's time ---
+
+
+def test_what_the_end_of_the_runs_time_skipped_stays_so(tmp_path: Path) -> None:
+    one = experiment(
+        tmp_path / "base",
+        ["a", "b", "holds", "holds too", "waits", {"id": "needs", "depends_on": ["waits"]}],
+        design={"max_concurrency": 2, "max_duration_s": 100.0},
+    )
+    began: list[str] = []
+
+    def script(folder: Path) -> Script:
+        def play(dispatch: TrialDispatch) -> Play:
+            began.append(dispatch.task.id)
+            return HOLDS if dispatch.task.id.startswith("holds") else Play()
+
+        return play
+
+    def step(folder: Path, at: At | None) -> None:
+        clock = ManualClock(1000.0)
+        backend = ScriptedBackend(clock, 2, script(folder))
+        assert work_at(folder, one, backend, at=at, clock=clock, now=clock.now_s) == RunEnd("completed")
+
+    told = Told(Story(one, [step]), tmp_path / "calm")
+    assert [json.loads(line)["status"] for line in told.history] == ["success"] * 2 + ["skipped"] * 4
+    assert began == ["a", "b", "holds", "holds too"]
+    last = len(told.points) - told.points[::-1].index("committed")  # what was skipped is committed: the run's time is over
+
+    def work(part: int) -> None:
+        for nth in range(1, len(told.points) + 1)[part::3]:
+            folder = tmp_path / f"{nth}-{told.points[nth - 1]}"
+            assert told.kill(folder, "*", nth)
+            began.clear()
+            told.story.tell(folder)
+            assert nth < last or not began, folder.name
+            told.check(folder)
+
+    assert in_children([partial(work, part) for part in range(3)]) == [0] * 3

@@ -605,11 +605,14 @@ class Run:
         assert not firsts or firsts[0] == idx, "gate"
         if self.duration_s is not None:
             assert self.now_s < self.duration_s
+        if row.chain is not None:
+            chains = {self.case.task_of(each).chain for each in flying if each.variant_id == own.id}
+            assert row.chain not in chains, "chain"
         for each in self.slots[:idx]:
             same = each.variant_id == slot.variant_id
             if same and row.chain is not None and self.case.task_of(each).chain == row.chain:
-                assert self.ended(each.schedule_idx), "chain"
-                assert row.chain not in {self.case.task_of(one).chain for one in flying if one.variant_id == own.id}
+                # What was blocked had ended once: others of its chain may have begun since, and are let end.
+                assert self.ended(each.schedule_idx) or each.schedule_idx in self.decided, "chain"
             if same and each.repeat == slot.repeat and each.task_id in row.depends_on:
                 assert each.schedule_idx < len(self.history), "dependency"
                 assert self.history[each.schedule_idx].status is OK, "dependency"

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +58,7 @@ WORKERS: Final = 104  # a few more than must be seen at once: one is always betw
 NAPS_S: Final = (1.0, 5.0)  # of an agent, from and to: spread, so that they do not all end at once
 MEMORY_MIB: Final = 64
 STEP_S: Final = 0.1  # of the queue's clock, from one start to the next
+WAITED: Final = 0.4  # of the time in which all that wait can start: so long have the first waited at the beginning
 
 Times = dict[str, float]  # microseconds each
 
@@ -83,11 +84,12 @@ class QueueLoad:
         self._random = random.Random(6)
         self._cells = list(cells[:waiting])
         for _ in range(waiting):
-            self._queue.put(self._next_entry(self._random.uniform(-waiting * STEP_S, 0.0)))
+            self._queue.put(self._next_entry(self._random.uniform(-waiting * STEP_S * WAITED, 0.0)))
         is_open = sum(cell.variant_id not in self._closed for cell in self._cells)
         self._at_once = max(1, min(OPERATIONS, is_open // 2))
         self._completion = _completion(Slot(schedule_idx=0, variant_id="v0", task_id="t0", repeat=0))
-        self.round()
+        for _ in range(math.ceil(waiting / OPERATIONS)):
+            self.round()  # until each has been taken: by then as many are promoted at each take as will be
 
     def round(self) -> Times:
         took: Times = {"take": 0.0, "observe": 0.0, "put": 0.0}
@@ -115,7 +117,7 @@ class QueueLoad:
     def _next_entry(self, submitted_s: float) -> Entry:
         idx = self._count
         self._count += 1
-        due_s = submitted_s + self._waiting * STEP_S / 2 if idx % 4 == 0 else None
+        due_s = submitted_s + self._waiting * STEP_S / 2 if _has_deadline(idx) else None
         return Entry(idx, self._cells[idx], _priority(idx), submitted_s, due_s)
 
 
@@ -137,19 +139,26 @@ class BoardLoad:
         self._make()
 
     def round(self) -> Times:
-        took: Times = {"decide": 0.0, "commit": 0.0}
+        took: Times = {"take": 0.0, "decide": 0.0, "end": 0.0, "commit": 0.0}
         committed = 0
         for _ in range(OPERATIONS):
             if self._left == 0:
                 self._make()
             self._left -= 1
-            begun = time.perf_counter()
+            times = [time.perf_counter()]
             idx = self._decide()
-            between = time.perf_counter()
-            committed += self._end(idx)
-            took["decide"] += between - begun
-            took["commit"] += time.perf_counter() - between
-        return {"decide": took["decide"] / OPERATIONS * 1e6, "commit": took["commit"] / max(1, committed) * 1e6}
+            times.append(time.perf_counter())
+            self._end(idx)
+            times.append(time.perf_counter())
+            for key, begun, ended in zip(("decide", "end"), times, times[1:], strict=False):
+                took[key] += ended - begun
+            took["take"] += self._take_s
+            if self._board.committable:
+                begun = time.perf_counter()
+                committed += self._commit()
+                took["commit"] += time.perf_counter() - begun
+        each = {key: seconds / OPERATIONS * 1e6 for key, seconds in took.items()}
+        return each | {"commit": took["commit"] / max(1, committed) * 1e6}
 
     def _make(self) -> None:
         experiment, waits_s = self._experiment, random.Random(6)
@@ -166,9 +175,19 @@ class BoardLoad:
             self._queue,
             memory_bytes=1,
             budget_bytes=1,
-            submitted_s=[waits_s.uniform(-self._waiting * STEP_S, 0.0) for _ in self._slots],
+            submitted_s=[waits_s.uniform(-self._waiting * STEP_S * WAITED, 0.0) for _ in self._slots],
         )
+        take = self._board.take
+
+        def timed_take(now_s: float, closed: Collection[str]) -> int | None:
+            begun = time.perf_counter()
+            idx = take(now_s, closed)
+            self._take_s = time.perf_counter() - begun
+            return idx
+
+        self._board.take = timed_take  # type: ignore[method-assign]
         self._end(self._decide())  # what is due to be promoted at once, is
+        self._commit()
         self._left = max(1, self._open // 5)
 
     def _decide(self) -> int:
@@ -177,10 +196,13 @@ class BoardLoad:
         (idx,) = decide(self._board, self._lanes, self._now_s, capacity=1).dispatch
         return idx
 
-    def _end(self, idx: int) -> int:
+    def _end(self, idx: int) -> None:
+        variant_id = self._slots[idx].variant_id
+        self._lanes.end(variant_id, self._now_s, started_s=self._now_s, success=True, tokens=1_000)
+        self._board.finish(idx)
+
+    def _commit(self) -> int:
         board, before = self._board, self._board.next_to_commit
-        self._lanes.end(board.slots[idx].variant_id, self._now_s, started_s=self._now_s, success=True, tokens=1_000)
-        board.finish(idx)
         while board.committable:
             idx = board.next_to_commit
             board.commit(idx, verdict_at_commit(board, idx, Status.SUCCESS).status)
@@ -196,7 +218,9 @@ def orders(effort: Effort, workers: int, say: Say) -> Part:
 
 def board(effort: Effort, workers: int, say: Say) -> Part:
     """The same as the coordinator has it: with the board, lanes and the schedule around the queue."""
-    return _by_size("board", "Board, lanes and queue, microseconds each", BoardLoad, ("decide", "commit"), effort, say)
+    return _by_size(
+        "board", "Board, lanes and queue, microseconds each", BoardLoad, ("decide", "end", "commit"), effort, say
+    )
 
 
 def _by_size(
@@ -220,8 +244,8 @@ def _by_size(
             for size in SIZES:
                 times = {key: _median([each[size][key] for each in rounds]) for key in rounds[0][size]}
                 slowest += [times[key] for key in judged]
-                rows.append({"order": order, "variants": variants, "waiting": size, **times})
-            rows[-1]["growth"] = growths[-1]
+                growth = growths[-1] if size == SIZES[-1] else None
+                rows.append({"order": order, "variants": variants, "waiting": size, **times, "growth": growth})
         what = " or ".join(judged)
         targets += [
             Target(f"{order}: {what}, the slowest", max(slowest), MOST_US, "us", at_least=False),
@@ -463,13 +487,13 @@ class CrowdSide:
             if summary.status != "completed" or summary.by_status != {Status.SUCCESS: n}:
                 raise ValueError(f"the run did not succeed: {summary}")
             found = [read_json(attempt) for attempt in (summary.folder / TRIALS).glob("*/attempt-1")]
-        return [(each.value[0], each.value[1]) for each in found]
+        return [(began, ended) for began, ended in (each.value for each in found if each.value)]
 
     def stop(self) -> None: ...
 
 
 def crowd(effort: Effort, workers: int, say: Say) -> Part:
-    """How many agents are alive at once, by their own clocks, in the middle of a run: a fifth from each end is left out."""
+    """How many agents are alive at once, by their own clocks, in the middle three fifths of a run."""
     trials = WORKERS * (12 if effort.rounds > 3 else 5)
     say(f"crowd: {trials} trials, {WORKERS} workers")
     side = Hosted(CrowdSide)
@@ -523,7 +547,7 @@ def _experiment(order: str, variants: int, slots: int) -> Experiment:
                     "input": i,
                     "protocol": {
                         "priority": _priority(i),
-                        "deadline_s": slots * STEP_S / 2 if order == "priority" and i % 4 == 0 else None,
+                        "deadline_s": slots * STEP_S / 2 if _has_deadline(i) else None,
                     },
                     "item": {"difficulty": (i % 61 - 30) / 10},
                 }
@@ -558,6 +582,10 @@ def _completion(slot: Slot, status: Status = Status.SUCCESS) -> TrialCompletion:
 
 def _priority(i: int) -> int:
     return list(LEVELS.values())[i % len(LEVELS)]
+
+
+def _has_deadline(i: int) -> bool:
+    return i // len(LEVELS) % 4 == 0  # every fourth of each level
 
 
 @contextlib.contextmanager
