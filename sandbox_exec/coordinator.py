@@ -683,6 +683,7 @@ class Coordinator:
         if blocked is not None and self.board.blocked is None and request["do"] == "retry":
             self._trials[blocked].ended.clear()
             self._trials[blocked].completion = None
+        self._watch()
         self.backend.wake()  # where a callback asked for it, the turn is over, and there may be nothing else to hear of
         self._at("changed")
         return answer

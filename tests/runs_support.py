@@ -21,7 +21,7 @@ from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
 from sandbox_exec.dispatching import limits_of
 from sandbox_exec.ledger import QUEUE
 from sandbox_exec.orders import make_queue
-from sandbox_exec.schedule.queues import number
+from sandbox_exec.schedule import queues
 from sandbox_exec.store import RunStore, history, read_completion
 from sandbox_exec.testing import ManualClock, Play, ScriptedBackend
 
@@ -120,9 +120,7 @@ def varied(base: Path, seed: int, tasks: int, **design: Any) -> Experiment:
     return experiment(base, rows, variants, design=design, sandbox={"memory": "64MiB"})  # so that 32 fit anywhere
 
 
-def open_run(
-    folder: Path, one: Experiment, at: At | None = None, now: Callable[[], float] = time.time
-) -> RunStore:
+def open_run(folder: Path, one: Experiment, at: At | None = None, now: Callable[[], float] = time.time) -> RunStore:
     """The run in `folder`, made if there is none. `now`: the clock on the wall."""
     if (folder / "run.db").exists():
         try:
@@ -131,7 +129,7 @@ def open_run(
             if "is not made yet" not in str(error):
                 raise
     queue = make_queue(one)
-    slots = number(queue.submit(one.tasks))
+    slots = queues.number(queue.submit(one.tasks))
     return RunStore.create(
         folder, "run", one.model_dump_json(), slots, {}, state={QUEUE: queue.snapshot()}, at=at, now=now
     )

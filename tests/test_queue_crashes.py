@@ -8,7 +8,7 @@ import os
 import random
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,16 +21,12 @@ from runs_support import (
     KillAt,
     Script,
     assert_nothing_ran_twice,
-    children,
     events,
     experiment,
-    fork,
     history_of,
     in_child,
     in_children,
     open_run,
-    reap_orphans,
-    run_local,
     work_at,
 )
 from test_crashes import COORDINATOR_POINTS, KILLED, own_attempts
@@ -40,7 +36,7 @@ from sandbox_exec.backends.base import WorkerTicket
 from sandbox_exec.contracts import Cell, Grade, Slot, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
-from sandbox_exec.errors import InvalidValue, RunNotActive
+from sandbox_exec.errors import InvalidValue
 from sandbox_exec.ledger import DISPLACED, PURGED, SlotFilter
 from sandbox_exec.schedule.queues import SequentialQueue
 from sandbox_exec.store import POINTS, RunStore, db
@@ -369,7 +365,7 @@ ORDERS = ("sequential", "priority", "adaptive", f"{__name__}:Doubts")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], Told]]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Told]:
     """A story of each order, told once for each concurrency."""
     known: dict[tuple[str, int], Told] = {}
 
@@ -381,7 +377,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, in
             known[order, at_once] = Told(story, place / "run")
         return known[order, at_once]
 
-    yield get
+    return get
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -399,6 +395,17 @@ def test_killed_at_any_point_the_story_comes_out_the_same(
     told: Callable[[str, int], Told], tmp_path: Path, order: str, at_once: int
 ) -> None:
     told(order, at_once).kill_everywhere(tmp_path / "runs", seed=at_once, more=8)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_killed_again_and_again_the_story_comes_to_its_end(
+    told: Callable[[str, int], Told], tmp_path: Path, order: str
+) -> None:
+    def work(seed: int) -> None:
+        assert told(order, 4).kill_again_and_again(tmp_path / f"run-{seed}", seed) > 3
+
+    told(order, 4)
+    assert in_children([partial(work, seed) for seed in range(2)]) == [0] * 2
 
 
 # --- dead letters that block the run ---
@@ -420,7 +427,9 @@ def blocking(base: Path, at_once: int) -> Story:
 
     def script(folder: Path) -> Script:
         def play(dispatch: TrialDispatch) -> Play:
-            fails = own_attempts(folder, dispatch) < {"a": 3, "b": 1000, "has many attempts": 5}.get(dispatch.task.id, 0)
+            fails = own_attempts(folder, dispatch) < {"a": 3, "b": 1000, "has many attempts": 5}.get(
+                dispatch.task.id, 0
+            )
             return Play(Status.AGENT_ERROR, "KeyError") if fails else Play(result_sha256=f"{dispatch.seed}")
 
         return play
@@ -441,7 +450,11 @@ def test_what_blocks_the_run_is_retried_and_given_up_once(tmp_path: Path, at_onc
     told = Told(blocking(tmp_path / "base", at_once), tmp_path / "calm")
     lines = {line["task"]: line for line in map(json.loads, told.history)}
     assert [len(lines[task]["attempts"]) for task in ("a", "b", "has many attempts")] == [4, 4, 6]
-    assert {task for task, line in lines.items() if line["status"] == "success"} == {"a", "needs a", "has many attempts"}
+    assert {task for task, line in lines.items() if line["status"] == "success"} == {
+        "a",
+        "needs a",
+        "has many attempts",
+    }
     assert {lines[task]["error_type"] for task in ("needs b", "joins")} == {"Skipped"}
     told.kill_everywhere(tmp_path / "runs", seed=at_once, more=30)
 
@@ -617,7 +630,9 @@ def test_what_the_end_of_the_runs_time_skipped_stays_so(tmp_path: Path) -> None:
     told = Told(Story(one, [step]), tmp_path / "calm")
     assert [json.loads(line)["status"] for line in told.history] == ["success"] * 2 + ["skipped"] * 4
     assert began == ["a", "b", "holds", "holds too"]
-    last = len(told.points) - told.points[::-1].index("committed")  # what was skipped is committed: the run's time is over
+    last = len(told.points) - told.points[::-1].index(
+        "committed"
+    )  # what was skipped is committed: the run's time is over
 
     def work(part: int) -> None:
         for nth in range(1, len(told.points) + 1)[part::3]:

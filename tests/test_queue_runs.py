@@ -8,21 +8,17 @@ from __future__ import annotations
 import json
 import random
 import re
-import socket
 import threading
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs_support import Script, completions, events, experiment, history_of, run_local, statuses
-from support import Meeting, meetings, spin_until
+from runs_support import Script, events, experiment, history_of, statuses
+from support import spin_until
 
 from sandbox_exec import runs
 from sandbox_exec.contracts import AgentError, Experiment, Grade, Phase, Slot, Status, TrialCompletion, TrialDispatch
-from sandbox_exec.contracts.words import ProviderUse
-from sandbox_exec.control import ask
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
 from sandbox_exec.errors import InvalidExperiment, InvalidValue, QueueFull
 from sandbox_exec.ledger import SlotFilter, Submitted
@@ -385,7 +381,9 @@ class Mine(SequentialQueue):
 # --- by what is known of the variants ---
 
 
-def adaptive(base: Path, tasks: int = 12, *, variants: Sequence[str] = ("v",), at_once: int = 4, **how: Any) -> Experiment:
+def adaptive(
+    base: Path, tasks: int = 12, *, variants: Sequence[str] = ("v",), at_once: int = 4, **how: Any
+) -> Experiment:
     rows = [{**row(f"t{n:02}"), "item": {"difficulty": n / 2 - 3, "discrimination": 2.0}} for n in range(tasks)]
     design = {"order": "adaptive", "max_concurrency": at_once, "queue": {"adaptive": how}}
     return experiment(base, rows, variants, design=design, grading={"command": ["true"]})
@@ -578,6 +576,8 @@ def test_what_blocks_no_run_cannot_be_dropped(base: Path, folder: Path) -> None:
 class Held:
     """A scripted run in a thread of its own, on a clock that stands still unless it is moved."""
 
+    coordinator: Coordinator
+
     def __init__(self, folder: Path, one: Experiment | None, script: Script, *, capacity: int = 4, **more: Any) -> None:
         self.folder, self.clock = folder, ManualClock(1000.0)
         self.backend = ScriptedBackend(self.clock, capacity, script, waits=True)
@@ -589,7 +589,7 @@ class Held:
 
     def _work(self) -> None:
         class Ready(RunCallback):
-            def on_run_start(_, run: Coordinator) -> None:  # noqa: N805
+            def on_run_start(_, run: Coordinator) -> None:
                 self.coordinator = run
                 self._ready.set()
 
@@ -648,7 +648,11 @@ def scheduled(folder: Path) -> list[str]:
     ("queue", "rows", "message"),
     [
         ({"max_waiting": 3}, [row("c"), row("d")], "max_waiting is 3: 2 trials wait, so there is room for 1"),
-        ({"quotas": {"high": 1}}, [row("c", priority="high"), row("d", priority=10)], r"the quota of priority 10 \(high\)"),
+        (
+            {"quotas": {"high": 1}},
+            [row("c", priority="high"), row("d", priority=10)],
+            r"the quota of priority 10 \(high\)",
+        ),
         (
             {"max_waiting": 3, "when_full": "displace"},
             [row("c"), row("d", priority="high")],
@@ -715,11 +719,11 @@ def test_it_is_told_once_when_the_queue_fills(base: Path, folder: Path) -> None:
     one = experiment(base, [row("a")], design={**ONE_BY_ONE, "queue": {"max_waiting": 10}})
     rows = [row(f"t{n}") for n in range(11)]
     callbacks = [
-        On(begin=lambda run: run.submit(rows[:8])),  # one starts, and eight wait
-        On(end=lambda run: run.submit(rows[8:])),  # another one has started
+        On(begin=lambda run: run.submit(rows[:8])),
+        On(end=lambda run: run.submit(rows[8:])),  # one is committed, and another one has started
     ]
     assert work(folder, one, callbacks=callbacks).end == COMPLETED
-    assert [(one["percent"], one["waiting"]) for one in events(folder, "queue_filling")] == [(80, 8), (95, 10)]
+    assert [(one["percent"], one["waiting"]) for one in events(folder, "queue_filling")] == [(80, 9), (95, 10)]
     assert {one["what"] for one in events(folder, "queue_filling")} == {"max_waiting"}
 
 
@@ -813,15 +817,14 @@ def test_what_is_added_joins_its_chain_and_its_gate(base: Path, folder: Path) ->
     with Held(folder, experiment(base, tasks, design={"max_concurrency": 4}), lambda _: HOLDS) as run:
         spin_until(lambda: len(run.running()) == 2, "both run")
         submit(folder, rows)
-        run.finish("a")  # the gate: nothing else starts until the run is empty, the chain holds x2
+        run.finish("a")  # the chain holds x2, the gate holds alone, and alone holds b
         spin_until(lambda: len(run.running()) == 1, "a has ended")
         run.finish("x1")
-        spin_until(lambda: run.running("x2"), "x2 runs, as the first in the schedule")
-        assert [one.trial_id.split(".")[1] for one in run.running()] == ["x2"]
-        run.finish("x2")
-        spin_until(lambda: run.running("alone"), "alone runs")
+        spin_until(lambda: run.running("alone"), "alone runs: its turn had come before x1 let go of x2")
         assert len(run.running()) == 1
         run.finish("alone")
+        spin_until(lambda: len(run.running()) == 2, "both of the rest run")
+        run.finish("x2")
         run.finish("b")
     assert run.end == COMPLETED
     assert history_tasks(folder) == ["x1", "a", "x2", "alone", "b"]
@@ -914,8 +917,9 @@ def test_no_agent_sees_what_belongs_to_the_grading_of_a_task_that_is_added(base:
         design=ONE_BY_ONE,
         sandbox={"readable": ["shown"], "memory": "128MiB"},
     )
-    assets = {"command": ["sh", "-c", 'cp "$SANDBOX_EXEC_GRADING/answer" /tmp/x && echo \'{"score": 1}\' >"$SANDBOX_EXEC_GRADE"'], "assets": "shown/secret"}
-    on = On(begin=lambda run: run.submit([{**row("new"), "grading": assets}]))
+    grades = 'cp "$SANDBOX_EXEC_GRADING/answer" /tmp/x && echo \'{"score": 1}\' >"$SANDBOX_EXEC_GRADE"'
+    grading = {"command": ["sh", "-c", grades], "assets": "shown/secret"}
+    on = On(begin=lambda run: run.submit([{**row("new"), "grading": grading}]))
     summary = runs.run(one, runs=tmp_path, run_id="run", callbacks=[on])
     assert summary.by_status == {OK: 3}, (on.got, summary)
     for trial in (summary.folder / "trials").iterdir():
@@ -988,7 +992,8 @@ def test_every_trial_that_failed_for_good_is_a_dead_letter_with_all_its_attempts
         infra = letter.status in (Status.ENVIRONMENT_ERROR, Status.WORKER_LOST)
         assert len(letter.attempts) == (3 if infra else 2 if letter.status in retried else 1), letter
         assert [one.attempt for one in letter.attempts] == list(range(1, len(letter.attempts) + 1))
-        assert {(one.status, one.counted, one.message) for one in letter.attempts} == {(letter.status, not infra, "why")}
+        said = {(one.status, one.counted, one.message) for one in letter.attempts}
+        assert said == {(letter.status, not infra, "why")}
         assert all((one.folder / "completion.json").exists() for one in letter.attempts)
 
 
@@ -1009,7 +1014,7 @@ def test_a_dead_letter_is_tried_again_as_a_further_repeat_and_the_last_try_count
     again = retry_dead(folder, [first.trial_id, second.trial_id])
     assert list(again) == [first.trial_id, second.trial_id]
     assert [name.split(".")[2].partition("-")[0] for name in again.values()] == ["2", "3"]
-    with pytest.raises(InvalidValue, match="is tried again already, as .*: retry that one"):
+    with pytest.raises(InvalidValue, match=r"is tried again already, as .*: retry that one"):
         retry_dead(folder, [first.trial_id])
     assert status_of(folder).status == "interrupted"
     assert work(folder, None, script).end == COMPLETED
