@@ -44,7 +44,10 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=_epilog(_SUBMIT_EXAMPLES, _SUBMIT_CODES))(submit)
     app.command(epilog=_epilog(_PURGE_EXAMPLES))(purge)
     dead = typer.Typer(
-        no_args_is_help=True, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=_epilog(_DEAD_EXAMPLES),
     )
     dead.callback()(_dead)
     dead.command("list", epilog=_epilog(_DEAD_LIST_EXAMPLES))(dead_list)
@@ -67,7 +70,11 @@ _SUBMIT_CODES = (
 _PURGE_EXAMPLES = """
   sandbox-exec purge night-1 --task 'draft-*'      asks first, at a terminal
   sandbox-exec purge night-1 --priority low --tag slow --yes
-  sandbox-exec purge night-1 --all --yes           all that has not begun
+  sandbox-exec purge night-1 --all --yes           all that is not in flight
+"""
+_DEAD_EXAMPLES = """
+  sandbox-exec dead list night-1
+  sandbox-exec dead retry night-1 --all            then: sandbox-exec continue night-1
 """
 _DEAD_LIST_EXAMPLES = """
   sandbox-exec dead list night-1
@@ -126,7 +133,10 @@ def submit(
                 raise QueueFull(f"{error}\nNothing was submitted. To wait for room: --wait, or --wait-s S") from error
             hint = "" if _is_worked_at(folder) else f"; nobody works at it: {_go_on(folder)}"
             print(f"sandbox-exec: waiting for room: {error}{hint}", file=sys.stderr, flush=True)
-            done = add(folder, given, wait_s=wait_s)
+            try:
+                done = add(folder, given, wait_s=wait_s)
+            except QueueFull as late:
+                raise QueueFull(f"{late}\nNothing was submitted, after {wait_s:g} s of waiting") from late
     except KeyboardInterrupt:
         # It may have been on its way: only an answer says that it is in.
         print(
@@ -171,14 +181,14 @@ def purge(
     priority: Annotated[
         str | None, typer.Option(metavar="P", help="Of this priority: a number, low, normal, high or critical.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All that has not begun.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All that waits.")] = False,
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not ask. Needed with --json, and where there is no terminal.")
     ] = False,
     runs: Runs = "runs",
     json: Json = False,
 ) -> None:
-    """Take out of a run what has not begun and fits every option.
+    """Take out of a run what waits and fits every option, also for another attempt.
 
     It is committed as skipped, which cannot be undone; what needs it is skipped too. What is in flight goes on.
     """
@@ -198,7 +208,7 @@ def purge(
         if json or not sys.stdin.isatty():
             raise InvalidValue("purging cannot be undone, and nobody can be asked here: --yes says that it is meant")
         what = _pairs(which.model_dump(exclude_none=True)) or "everything"
-        typer.confirm(f"Take out of {folder} what has not begun: {what}?", abort=True, err=True)
+        typer.confirm(f"Take out of {folder} what waits: {what}?", abort=True, err=True)
     trials = take_out(folder, which)
     named = f": {_some(trials)}" if trials else ""
     _say(json_.dumps({"trials": trials}), f"purged {_count(len(trials), 'trial')}{named}", json)
@@ -221,7 +231,7 @@ def _dead() -> None:
 
 
 def dead_list(name: Run, runs: Runs = "runs", json: Json = False) -> None:
-    """List what failed for good, or was displaced before it began."""
+    """List what failed for good, or was displaced while it waited."""
     from rich.table import Table
 
     from sandbox_exec.display import clean, lines_of
@@ -289,7 +299,7 @@ def dead_retry(
     from sandbox_exec.submission import retry_dead
 
     if everything == bool(trials):
-        raise InvalidValue("say what to retry: the names of trials, or --all")
+        raise InvalidValue("say what to retry: the names of trials, or --all, and not both")
     if status is not None and not everything:
         raise InvalidValue("--status is for --all: a trial that is named is retried however it ended")
     if status is not None and status not in list(Status):
@@ -330,7 +340,7 @@ def _letters(name: str, runs: str) -> tuple[Path, list[DeadLetter]]:
 
 
 def _named(trial: str, letters: list[DeadLetter], folder: Path) -> DeadLetter:
-    found = [one for one in letters if one.trial_id.startswith(trial)]
+    found = [one for one in letters if trial and one.trial_id.startswith(trial)]
     found = [one for one in found if one.trial_id == trial] or found
     if not found:
         raise InvalidValue(f"no dead letter begins with {trial!r}; to see them: sandbox-exec dead list {folder}")
@@ -362,20 +372,25 @@ def events(
     from sandbox_exec.store import RunStore, holder
 
     folder = door.find_run(name, runs)
+    seen: set[str] = set()
     try:
         while True:
             last = not follow or holder(folder) is None  # before the look: nothing comes after it
             with RunStore.open(folder, write=False) as store:
                 for event in store.events(after):
                     after = event.id
+                    seen.add(event.kind)
                     if not kind or event.kind in kind:
                         print(json_.dumps(event._asdict()) if json else _event_line(event))
             if last:
-                return
+                break
             sys.stdout.flush()
             time.sleep(FOLLOW_S)  # there is no handle to wait on for news of another process's run
     except KeyboardInterrupt:
         return  # of following, not of the run
+    if kind and not seen.intersection(kind):
+        there = f"there are: {', '.join(sorted(seen))}" if seen else "there are none at all"
+        print(f"sandbox-exec: no events of this kind; {there}", file=sys.stderr)
 
 
 def _event_line(event: Event) -> str:
@@ -389,8 +404,10 @@ def _event_line(event: Event) -> str:
 
 
 def _pairs(data: dict[str, Any]) -> str:
+    from sandbox_exec.display import number
+
     def text(value: Any) -> str:
-        return value if isinstance(value, str) else json_.dumps(value, ensure_ascii=False)
+        return number(value) if isinstance(value, str | float) else json_.dumps(value, ensure_ascii=False)
 
     return "  ".join(f"{name}={text(value)}" for name, value in data.items())
 

@@ -66,7 +66,7 @@ from sandbox_exec.errors import (
     SandboxUnavailable,
     StoreFull,
 )
-from sandbox_exec.ledger import Ledger, Submitted, digests_of
+from sandbox_exec.ledger import Ledger, Submitted, request_to_submit
 from sandbox_exec.metrics import Metrics, prometheus
 from sandbox_exec.schedule.admission import Watermarks
 from sandbox_exec.schedule.board import Board
@@ -200,18 +200,9 @@ class Coordinator:
         self._mode, self._reason = "killing", reason
         self.backend.wake()
 
-    def submit(self, tasks: Iterable[Task | Mapping[str, Any]], inputs: Mapping[str, str] | None = None) -> Submitted:
-        """Add tasks to the run, from any thread: they are on the disk when this returns. See `Ledger.submit`.
-
-        `inputs`: digests of what they name, where they are known already.
-        """
-        given = [one if isinstance(one, Task) else Task.model_validate(one) for one in tasks]
-        inputs = digests_of(self.experiment, given) if inputs is None else inputs
-        request: dict[str, Any] = {
-            "do": "submit",
-            "tasks": [one.model_dump(mode="json") for one in given],
-            "inputs": inputs,
-        }
+    def submit(self, tasks: Iterable[Task | Mapping[str, Any]]) -> Submitted:
+        """Add tasks to the run, from any thread: they are on the disk when this returns. See `Ledger.submit`."""
+        request = request_to_submit(self.experiment, self.ledger.tasks, tasks)
         here = threading.get_ident() == self._thread
         return submitted_by(self._change(request) if here else ask(self.store.folder, **request))
 

@@ -22,7 +22,7 @@ from sandbox_exec.contracts import (
 )
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.experiment import MISSING
-from sandbox_exec.graders import FUNCTIONS, Graders, hidden_from_agents
+from sandbox_exec.graders import FUNCTIONS, Graders, hidden_from_agents, images_of
 
 IMAGE: Final = "image "  # what the names of images begin with among a run's inputs
 
@@ -99,6 +99,15 @@ class Dispatches:
     def _resolve(self, timeout_s: float | None, variant_id: str) -> tuple[Limits, Variant]:
         limits = self._experiment.limits(self._experiment.tasks[0]).model_copy(update={"timeout_s": timeout_s})
         return resolve(limits, self._variants[variant_id], self._experiment.base, self._hidden)
+
+
+def image_digests(experiment: Experiment) -> dict[str, str]:
+    """What each image is now, pulled if it is not there and can be had."""
+    if experiment.sandbox.kind != "docker":
+        return {}
+    from sandbox_exec.images import resolve as look_up  # loads what talks to the engine
+
+    return {f"{IMAGE}{name}": found or MISSING for name, found in look_up(sorted(images_of(experiment))).items()}
 
 
 def images_in(inputs: Mapping[str, str]) -> dict[str, str]:

@@ -209,7 +209,7 @@ def _depth(figures: Mapping[str, Any]) -> list[str]:
 def _rate(figures: Mapping[str, Any]) -> list[str]:
     if not figures or not figures["throughput_per_minute"]["start"]:
         return []
-    parts = [f"{figures['throughput_per_minute']['minute']:.0f} trials in the last minute"]
+    parts = [f"{figures['throughput_per_minute']['minute']:.0f} trials a minute"]  # of the first one, a part
     if (busy := figures["utilisation"]["minute"]) is not None:
         parts.append(f"workers {busy:.0%} busy")
     for name, what in (("wait_s", "waited"), ("latency_s", "took")):
@@ -233,7 +233,7 @@ def _failing(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _alert_line(alert: Mapping[str, Any]) -> str:
-    details = [f"{name}={_number(value)}" for name, value in alert.items() if name != "alert"]
+    details = [f"{name}={number(value)}" for name, value in alert.items() if name != "alert"]
     return clean("  ".join([str(alert["alert"]), *details]))
 
 
@@ -243,10 +243,12 @@ def _lane_line(name: str, lane: Mapping[str, Any], live: bool) -> str:
     parts = [f"{lane['in_flight']}{limit}{most} in flight"]
     if live and lane["blocked_s"] > 0:
         parts.append(f"blocked for {_age(lane['blocked_s'])}")
+    elif live and lane["opens_in_s"]:  # None: it is full
+        parts.append(f"next start in {_age(lane['opens_in_s'])}")
     if live and lane["tokens_in_window"]:
-        parts.append(f"{_number(lane['tokens_in_window'])} tokens in the last minute")
+        parts.append(f"{number(lane['tokens_in_window'])} tokens in the last minute")
     if lane["turned_away"]:
-        parts.append(f"turned away {lane['turned_away']} times")
+        parts.append(f"turned away {lane['turned_away']} time{'s' * (lane['turned_away'] != 1)}")
     return f"{clean(name)}  {', '.join(parts)}"
 
 
@@ -264,7 +266,8 @@ def _abilities(queue: Any) -> list[str]:
     return lines
 
 
-def _number(value: Any) -> str:
+def number(value: Any) -> str:
+    """A number for people: two places at most."""
     return f"{round(value, 2):.12g}" if isinstance(value, float) else str(value)
 
 
@@ -412,6 +415,8 @@ class Display(RunCallback):
             self._slots = len(self._run.board.slots) if self._run is not None else self._slots  # it may have grown
             self._by_status[completion.status] += 1
             self._eta.note(self._now_s())
+            # The next look may be far: after its last trial, a run that is kept open has nothing to say.
+            self._in_flight = [one for one in self._in_flight if one.trial_id != completion.trial_id]
             if not completion.ok:
                 self._failures.append(failure_line(completion))
         self._look_if_due()

@@ -14,13 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import psutil
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from sandbox_exec.contracts import Cell, Contract, Slot, Status, Task, TrialCompletion, derive_trial_id
-from sandbox_exec.contracts.experiment import Experiment, Fault, told
+from sandbox_exec.contracts.experiment import Experiment, Fault, faults_of, told
 from sandbox_exec.contracts.queue import Priority
+from sandbox_exec.dispatching import IMAGE, image_digests
 from sandbox_exec.errors import InvalidExperiment, InvalidValue, QueueFull
-from sandbox_exec.experiment import check_files, file_digests
+from sandbox_exec.experiment import MISSING, check_files, file_digests
 from sandbox_exec.orders import make_queue
 from sandbox_exec.schedule.admission import Refused, Waiting, admit, content_digest, merge
 from sandbox_exec.schedule.board import Board
@@ -33,7 +34,7 @@ PURGED: Final = "Purged"
 
 QUEUE: Final = "queue"  # these are names in the store's state
 BLOCKED: Final = "blocked"
-_GIVEN_UP, _FORGIVEN, _LANE = "given up", "forgiven", "lane "
+_ENDED, _GIVEN_UP, _FORGIVEN, _LANE = "ended", "given up", "forgiven", "lane "
 _BUDGET_SHARE: Final = 0.8  # of the machine's memory, where the design names no budget
 _ENOUGH: Final = "the queue has seen enough"
 
@@ -90,12 +91,15 @@ class Ledger:
         self.retries: dict[int, int] = {}  # by slot, the slot that it is another try at
         is_dropped = self._given_up == len(commits)  # and not committed: it waits for that, as it ended
         blocked = self._given_up if is_dropped else state.get(BLOCKED)
-        self.board = self._board([one.status for one in commits], blocked, now_s() - wall_s)
+        ended = (state.get(_ENDED, 0), _ENOUGH)
+        self.board = self._board([one.status for one in commits], blocked, ended, now_s() - wall_s)
         if is_dropped:
             self.board.finish(len(commits))
         self._go_on()
 
-    def _board(self, committed: Sequence[Status], blocked: int | None, clock_offset_s: float) -> Board:
+    def _board(
+        self, committed: Sequence[Status], blocked: int | None, ended: tuple[int, str], clock_offset_s: float
+    ) -> Board:
         slots, submitted_s = [], []
         for slot, submitted_at, retry_of in self.store.scheduled():
             slots.append(slot)
@@ -118,6 +122,7 @@ class Ledger:
             withdrawn={idx: reason for idx, (_, reason) in self.withdrawn.items()},
             blocked=blocked,
             repeat_of={idx: slots[origin].repeat for idx, origin in self.retries.items()},
+            ended=ended,
         )
 
     # --- what follows from commits ---
@@ -133,10 +138,10 @@ class Ledger:
         self.store.set_state(QUEUE, self.queue.snapshot())
 
     def _go_on(self) -> None:
-        if self.queue.should_continue():
-            self.board.reopen()
-        else:
+        if not self.queue.should_continue():
             self.board.end(_ENOUGH)
+        elif self.board.reopen():
+            self.store.set_state(_ENDED, self.board.ended_before)
 
     def save_lanes(self) -> None:
         """Keep what has changed of the lanes. Cheap: inside a transaction of others'."""
@@ -210,7 +215,9 @@ class Ledger:
         displaced = dict.fromkeys(admitted.displaced, (DISPLACED, reason))
         self.tasks |= {task.id: task for task in new}
         with self.store.batch():
-            slots = self._schedule(self.queue.submit(new), new, inputs)
+            cells = self.queue.submit(new)
+            self._go_on()
+            slots = self._schedule(cells, new, inputs)
             self._withdraw(displaced)
             self.save_queue()
             ids = [task.id for task in new]
@@ -329,11 +336,39 @@ def with_submitted(store: RunStore, experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"tasks": (*experiment.tasks, *submitted)}) if submitted else experiment
 
 
-def digests_of(experiment: Experiment, tasks: Sequence[Task]) -> dict[str, str]:
-    """Return the digest of each file that the tasks name. Raises `InvalidExperiment` if one is not there."""
+def request_to_submit(
+    experiment: Experiment, known: Mapping[str, Task], tasks: Iterable[Task | Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the request that adds tasks to a run, with the digests of all files and images that they name.
+
+    `known`: the tasks that the run has. Raises `InvalidExperiment` or `InvalidValue` for what could not be run, before
+    anybody is troubled: whoever works at the run has no time to hash files, or to pull images.
+    """
+    given = [_task(one) for one in tasks]
+    new = [task for task in given if task.id not in known]
+    check_tasks(experiment, new, known)
+    return {
+        "do": "submit",
+        "tasks": [one.model_dump(mode="json") for one in given],
+        "inputs": _digests_of(experiment, new) if new else {},
+    }
+
+
+def _task(one: Task | Mapping[str, Any]) -> Task:
+    try:
+        return one if isinstance(one, Task) else Task.model_validate(one)
+    except ValidationError as error:
+        raise InvalidValue("; ".join(str(fault) for fault in faults_of(error))) from error
+
+
+def _digests_of(experiment: Experiment, tasks: Sequence[Task]) -> dict[str, str]:
     alone = experiment.model_copy(update={"tasks": tuple(tasks)})
     check_files(alone)
-    return file_digests(alone)
+    images = image_digests(alone)
+    missing = [name.removeprefix(IMAGE) for name, digest in images.items() if digest == MISSING]
+    if missing:
+        raise InvalidExperiment(f"there is no image {', '.join(missing)}, and it cannot be pulled: build it first")
+    return file_digests(alone) | images
 
 
 def check_tasks(experiment: Experiment, tasks: Sequence[Task], known: Mapping[str, Task]) -> None:

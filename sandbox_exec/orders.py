@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
+from sandbox_exec.contracts import Slot, Task
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.errors import InvalidExperiment
 from sandbox_exec.schedule.adaptive import AdaptiveQueue
 from sandbox_exec.schedule.priority import PriorityQueue
-from sandbox_exec.schedule.queues import SequentialQueue, TaskQueue
+from sandbox_exec.schedule.queues import SequentialQueue, TaskQueue, number
 
 _ORDERS: Final[dict[str, type[TaskQueue]]] = {
     "sequential": SequentialQueue,
@@ -31,6 +33,12 @@ def make_queue(experiment: Experiment) -> TaskQueue:
     order = experiment.design.order
     made = _ORDERS.get(order) or _load(order, str(experiment.base))
     return made(experiment)
+
+
+def first_schedule(queue: TaskQueue, tasks: Sequence[Task]) -> list[Slot]:
+    """Return the schedule that a run begins with. `serial: first` stands at its front, whatever the queue says."""
+    firsts = {task.id for task in tasks if task.protocol.serial == "first"}
+    return number(sorted(queue.submit(tasks), key=lambda cell: cell.task_id not in firsts))
 
 
 def _load(order: str, base: str) -> type[TaskQueue]:

@@ -28,7 +28,7 @@ from sandbox_exec.containment import require
 from sandbox_exec.contracts import Answer, Contract, Experiment, Rung, Slot, Status
 from sandbox_exec.control import ask
 from sandbox_exec.coordinator import Coordinator, Ending, RunCallback
-from sandbox_exec.dispatching import IMAGE, images_in, limits_of
+from sandbox_exec.dispatching import IMAGE, image_digests, images_in, limits_of
 from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, InvalidValue, RunNotActive, SandboxUnavailable
 from sandbox_exec.experiment import (
     MISSING,
@@ -39,15 +39,14 @@ from sandbox_exec.experiment import (
     input_digests,
     load_experiment,
 )
-from sandbox_exec.graders import FUNCTIONS, hidden_from_agents, images_of, limits_of_graders
+from sandbox_exec.graders import FUNCTIONS, hidden_from_agents, limits_of_graders
 from sandbox_exec.guest.view import remove_scratch
 from sandbox_exec.ledger import QUEUE, with_submitted
 from sandbox_exec.metrics import MetricsServer
-from sandbox_exec.orders import make_queue
+from sandbox_exec.orders import first_schedule, make_queue
 from sandbox_exec.sandbox import reaper
 from sandbox_exec.sandbox.provider import chosen
 from sandbox_exec.sandbox.reaper import Reaped
-from sandbox_exec.schedule.queues import number
 from sandbox_exec.store import Progress, RunStore, holder, write_atomic
 from sandbox_exec.store.db import DB_NAME
 
@@ -186,7 +185,7 @@ def make_run(
     that the experiment names by their digests. `answers`: by trial, archives to grade instead of running agents.
     """
     queue = make_queue(experiment)
-    slots = number(queue.submit(experiment.tasks)) if slots is None else slots
+    slots = first_schedule(queue, experiment.tasks) if slots is None else slots
     frozen, own = freeze_functions(experiment)
     digests = {**input_digests(frozen), **image_digests(frozen)}
     if (folder / DB_NAME).exists():
@@ -388,15 +387,6 @@ def answers_of(folder: Path) -> dict[str, Answer]:
     except FileNotFoundError:
         return {}
     return {name: Answer(archive=folder / one["archive"], agent=one["agent"]) for name, one in there.items()}
-
-
-def image_digests(experiment: Experiment) -> dict[str, str]:
-    """What each image is now, pulled if it is not there and can be had."""
-    if experiment.sandbox.kind != "docker":
-        return {}
-    from sandbox_exec.images import resolve
-
-    return {f"{IMAGE}{name}": found or MISSING for name, found in resolve(sorted(images_of(experiment))).items()}
 
 
 def sweep(*, everything: bool = False) -> Reaped:

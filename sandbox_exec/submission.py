@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from sandbox_exec.contracts import Contract, Experiment, Status, Task
-from sandbox_exec.contracts.experiment import faults_of
 from sandbox_exec.control import ask
 from sandbox_exec.coordinator import refusal, submitted_by
 from sandbox_exec.errors import InvalidValue, QueueFull, RunLocked, RunNotActive
@@ -27,11 +26,10 @@ from sandbox_exec.ledger import (
     Ledger,
     SlotFilter,
     Submitted,
-    check_tasks,
-    digests_of,
     experiment_of,
+    request_to_submit,
 )
-from sandbox_exec.runs import PathLike, image_digests
+from sandbox_exec.runs import PathLike
 from sandbox_exec.store import RunStore, attempt_folder, holder
 
 _BETWEEN_S: Final = 10.0  # for a coordinator that begins or ends: it holds the run, and does not listen
@@ -84,12 +82,10 @@ def submit(
     Raises `InvalidExperiment` or `InvalidValue` with what is wrong with them, `QueueFull`.
     """
     folder = Path(os.path.abspath(folder))
-    given = load_tasks(tasks) if isinstance(tasks, str | os.PathLike) else [_task(one) for one in tasks]
-    request = {
-        "do": "submit",
-        "tasks": [one.model_dump(mode="json") for one in given],
-        "inputs": _inputs(folder, given),
-    }
+    given = load_tasks(tasks) if isinstance(tasks, str | os.PathLike) else tasks
+    with RunStore.open(folder, write=False) as store:
+        experiment = experiment_of(store)
+    request = request_to_submit(experiment, {one.id: one for one in experiment.tasks}, given)
     until_s = None if wait_s is None else time.monotonic() + wait_s
     while True:
         last = _last_event(folder)
@@ -144,25 +140,6 @@ def drop_dead(folder: PathLike, trial_id: str) -> None:
 
 
 # --- parts ---
-
-
-def _task(one: Task | Mapping[str, Any]) -> Task:
-    try:
-        return one if isinstance(one, Task) else Task.model_validate(one)
-    except ValidationError as error:
-        raise InvalidValue("; ".join(str(fault) for fault in faults_of(error))) from error
-
-
-def _inputs(folder: Path, tasks: list[Task]) -> dict[str, str]:
-    """The digests of what the tasks name. Also refuses, before anybody is troubled, what cannot be run."""
-    with RunStore.open(folder, write=False) as store:
-        experiment = experiment_of(store)
-    known = {one.id: one for one in experiment.tasks}
-    new = [task for task in tasks if task.id not in known]
-    check_tasks(experiment, new, known)
-    if not new:
-        return {}
-    return digests_of(experiment, new) | image_digests(experiment.model_copy(update={"tasks": tuple(new)}))
 
 
 def _last_event(folder: Path) -> int:

@@ -33,15 +33,14 @@ from sandbox_exec.contracts import (
     TrialDispatch,
 )
 from sandbox_exec.errors import InvalidValue
-from sandbox_exec.orders import make_queue
+from sandbox_exec.orders import first_schedule, make_queue
 from sandbox_exec.sandbox.base import Ceiling, End, Launch, Listener, Stream
-from sandbox_exec.schedule.queues import number
 from sandbox_exec.store import begin_folder
 
 
 def expand(experiment: Experiment) -> list[Slot]:
     """The schedule that a run of the experiment begins with."""
-    return number(make_queue(experiment).submit(experiment.tasks))
+    return first_schedule(make_queue(experiment), experiment.tasks)
 
 
 class ManualClock:

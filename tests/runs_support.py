@@ -20,8 +20,7 @@ from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
 from sandbox_exec.dispatching import limits_of
 from sandbox_exec.ledger import QUEUE
-from sandbox_exec.orders import make_queue
-from sandbox_exec.schedule import queues
+from sandbox_exec.orders import first_schedule, make_queue
 from sandbox_exec.store import RunStore, history, read_completion
 from sandbox_exec.testing import ManualClock, Play, ScriptedBackend
 
@@ -129,7 +128,7 @@ def open_run(folder: Path, one: Experiment, at: At | None = None, now: Callable[
             if "is not made yet" not in str(error):
                 raise
     queue = make_queue(one)
-    slots = queues.number(queue.submit(one.tasks))
+    slots = first_schedule(queue, one.tasks)
     return RunStore.create(
         folder, "run", one.model_dump_json(), slots, {}, state={QUEUE: queue.snapshot()}, at=at, now=now
     )

@@ -42,17 +42,6 @@ def test_the_first_go_one_by_one_in_order_and_then_the_rest() -> None:
     assert dispatched(b) == [4, 5, 6, 7]
 
 
-def test_the_first_go_before_others_wherever_they_stand() -> None:
-    b = board("t0", first("f0"), "t1", first("f1"))
-    order = []
-    for _ in range(2):
-        started = dispatched(b)
-        order += started
-        b.finish(started[0])
-    assert order == [1, 3]
-    assert dispatched(b) == [0, 2]
-
-
 def test_the_further_attempt_of_a_first_is_waited_for() -> None:
     b = board(first("f0"), first("f1"), "t0")
     assert dispatched(b) == [0]
@@ -145,15 +134,20 @@ def test_committed_firsts_hold_nobody() -> None:
     assert dispatched(board(first("f0"), first("f1"), "t0", committed=[OK, FAILED])) == [2]
 
 
-def test_a_first_that_is_tried_again_from_the_dead_letters_holds_the_others_again() -> None:
-    b = board(first("f0"), "t0", "t1", max_concurrency=1)
+def test_a_first_that_is_tried_again_from_the_dead_letters_runs_alone_when_its_turn_has_come() -> None:
+    b = board(first("f0"), "t0", "t1", "t2", max_concurrency=2)
     run_one(b, FAILED)
-    assert dispatched(b) == [1]
-    assert join(b, first("f0"), repeat=1, repeat_of={3: 0}) == [3]
+    assert dispatched(b) == [1, 2]
+    assert join(b, first("f0"), "t3", repeat=1, repeat_of={4: 0}) == [4, 5]
     b.finish(1)
     assert dispatched(b) == [3]
+    b.finish(2)
+    assert dispatched(b) == []
     b.finish(3)
-    assert dispatched(b) == [2]
+    assert dispatched(b) == [4]
+    assert dispatched(b) == []
+    b.finish(4)
+    assert dispatched(b) == [5]
 
 
 def test_a_first_that_joins_behind_its_chain_does_not_stop_the_run() -> None:
@@ -165,9 +159,9 @@ def test_a_first_that_joins_behind_its_chain_does_not_stop_the_run() -> None:
     assert to_the_end(b) == [2, 3]
 
 
-def test_a_first_that_needs_what_is_behind_others_does_not_stop_the_run() -> None:
+def test_firsts_behind_others_do_not_stop_the_run() -> None:
     b = board("t0")
-    join(b, first("f0"), first("f1", depends_on=("f0",)))  # a queue of the user's may order them so
+    join(b, first("f0"), first("f1", depends_on=("f0",)))
     assert sorted(to_the_end(b)) == [0, 1, 2]
 
 
@@ -398,13 +392,15 @@ def test_gates_hold_whatever_happens_and_open_again(
     variants = [variant("a", limits[0]), variant("b", limits[1])]
     b = board(variants=variants, max_concurrency=concurrency)
     serial = [kind for kind, _ in rows]
+    front = next((at for at, kind in enumerate(serial) if kind != "first"), len(serial))
+    serial[front:] = ["global" if kind == "first" else kind for kind in serial[front:]]  # as it is for those
     delayed: dict[int, float] = {}
     done: set[int] = set()
     flying: set[int] = set()
     now_s, joined = 0.0, 0
     while joined < len(rows) or not b.done:
         if joined < len(rows) and (b.done or chance.random() < 0.5):
-            row = task(f"t{joined}", protocol=TaskProtocol.model_validate({"serial": serial[joined]}))
+            row = task(f"t{joined}", protocol=TaskProtocol.model_validate({"serial": rows[joined][0]}))
             joined += len(join(b, row, variants=[variants[rows[joined][1]]]))
         waiting = list(b.not_started())
         if waiting and chance.random() < 0.1:

@@ -338,6 +338,50 @@ class Mine(SequentialQueue):
     assert set(reasons(folder).values()) <= {"the queue has seen enough", ""}
 
 
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_an_order_that_had_seen_enough_goes_on_with_what_is_added_and_leaves_the_rest(
+    base: Path, folder: Path, at_once: int
+) -> None:
+    order = own_order(
+        base,
+        "order_resuming",
+        """
+class Mine(SequentialQueue):
+    # Two successes for each submission.
+    seen = goal = 0
+
+    def submit(self, tasks):
+        self.goal += 2
+        return super().submit(tasks)
+
+    def observe(self, completion):
+        self.seen += completion.ok
+        return ()
+
+    def should_continue(self):
+        return self.seen < self.goal
+
+    def snapshot(self):
+        return [self.seen, self.goal]
+
+    def restore(self, state, tasks):
+        self.seen, self.goal = state
+""",
+    )
+
+    def add(run: Coordinator) -> None:
+        run.submit([row("x"), row("y"), row("z")])
+        run.drain("test")
+
+    one = experiment(base, [row(name) for name in "abcdef"], design={"order": order, "max_concurrency": at_once})
+    on = On(end=add, nth=2)
+    assert work(folder, one, capacity=at_once, callbacks=[on]).end.status == "interrupted"
+    assert on.got == [None]
+    assert work(folder, capacity=at_once).end == COMPLETED  # what ran ahead and was not committed is skipped too
+    assert by_task(folder) == dict.fromkeys("abxy", "success") | dict.fromkeys("cdefz", "skipped")
+    assert history_tasks(folder) == list("abcdefxyz")
+
+
 @pytest.mark.parametrize(
     ("order", "message"),
     [

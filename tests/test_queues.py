@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sandbox_exec.contracts.experiment import Design, Experiment
 from sandbox_exec.contracts.queue import QueueSettings
 from sandbox_exec.contracts.words import Cell, Task, TaskProtocol
+from sandbox_exec.orders import first_schedule
 from sandbox_exec.schedule.priority import LazyHeap, PriorityQueue
 from sandbox_exec.schedule.queues import Entry, SequentialQueue, TaskQueue, dependencies_first
 
@@ -169,11 +170,12 @@ def test_sequential_goes_by_the_schedule_whatever_the_priority() -> None:
     assert drained(queue) == [0, 1]
 
 
-def test_sequential_schedules_serial_first_tasks_before_the_others() -> None:
-    queue = SequentialQueue(experiment(("a",)))
-    first = TaskProtocol(serial="first")
-    cells = queue.submit([task("x"), task("y", protocol=first), task("z"), task("w", protocol=first)])
-    assert [cell.task_id for cell in cells] == ["y", "w", "x", "z"]
+@pytest.mark.parametrize("kind", [SequentialQueue, PriorityQueue, ShortestFirst])
+def test_a_run_begins_with_serial_first_tasks_whatever_its_queue(kind: type[SequentialQueue]) -> None:
+    first = TaskProtocol(serial="first", priority=-10)
+    rows = [task("x"), task("y", protocol=first), task("z"), task("w", protocol=first, depends_on=("y",))]
+    slots = first_schedule(kind(experiment(("a",))), rows)
+    assert [(slot.schedule_idx, slot.task_id) for slot in slots] == [(0, "y"), (1, "w"), (2, "x"), (3, "z")]
 
 
 def test_sequential_forgets_what_was_discarded() -> None:
@@ -202,11 +204,10 @@ def test_dependencies_first_keeps_the_order_otherwise() -> None:
 # Priority, rule by rule
 
 
-def test_the_schedule_goes_by_priority_after_what_is_serial_first() -> None:
+def test_the_schedule_goes_by_priority() -> None:
     queue = PriorityQueue(experiment(("a",)))
-    gate = task("gate", protocol=TaskProtocol(serial="first", priority=-10))
-    rows = [with_priority("n1", "normal"), with_priority("c", "critical"), with_priority("n2", 0), gate]
-    assert [cell.task_id for cell in queue.submit(rows)] == ["gate", "c", "n1", "n2"]
+    rows = [with_priority("n1", "normal"), with_priority("c", "critical"), with_priority("n2", 0)]
+    assert [cell.task_id for cell in queue.submit(rows)] == ["c", "n1", "n2"]
 
 
 def test_higher_goes_first_and_within_one_priority_the_schedule_counts() -> None:

@@ -10,9 +10,10 @@ WAITING: a dependency is not committed, an earlier slot of its chain has not end
 READY: nothing of its own holds it back, and the run's queue has it. What holds back many at once (concurrency, memory,
 a variant's limit, a lane, a gate) is asked when the queue is: `take` gets the variants that are closed.
 
-Gates. Slots of a task with `serial: first` never see the queue: while one of them has not ended, nothing else starts,
-and they go one by one, in the order of the schedule. One with `serial: global` goes through the queue; when its turn
-has come nothing is taken any more, until all that is in flight has ended, and then until it has.
+Gates. Slots of a task with `serial: first` stand at the front of the schedule and never see the queue: while one of
+them has not ended, nothing else starts, and they go one by one, in the order of the schedule. One with `serial: global`
+goes through the queue; when its turn has come nothing is taken any more, until all that is in flight has ended, and
+then until it has. So does another try at a first one: it stands behind others, which may be what it waits for.
 
 Every rule points from a higher `schedule_idx` to a lower one: dependencies stand earlier in the schedule (the
 constructor refuses others), chains go in its order, commits too. The lowest slot that is not committed thus
@@ -23,6 +24,7 @@ What is pruned or skipped follows from commits alone, see `scheduler.verdict_at_
 
 from __future__ import annotations
 
+import sys
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
@@ -42,6 +44,7 @@ _WAITING, _READY, _IN_FLIGHT, _FINISHED, _SKIPPED, _COMMITTED, _BLOCKED = range(
 _NOT_STARTED: Final = (_WAITING, _READY)
 _NAMES: Final = ("waiting", "ready", "in flight", "finished", "skipped", "committed", "blocked")
 _STATUSES: Final = tuple(Status)
+_ALL: Final = sys.maxsize  # slots, those among them that are yet to come
 _SLACK: Final = 64  # stale entries of a heap that are not worth building it anew
 _CODES: Final = {status: code for code, status in enumerate(_STATUSES)}
 
@@ -79,7 +82,7 @@ class Board:
     each slot joined, by that clock, where it was later. `committed` has the statuses of the slots committed so far,
     in order; `active` the slots that were dispatched and are not committed: they begin as in flight, whatever the
     limits; `withdrawn` those that must not start, and why; `blocked` the one that failed and others need; `repeat_of`
-    the repeats that retried slots stand for.
+    the repeats that retried slots stand for; `ended` what `ended_before` was, and the reason that `end` was given.
 
     Raises `InvalidExperiment` for what could never be run: a ceiling above the budget, a dependency that
     is missing or stands later in the schedule.
@@ -102,6 +105,7 @@ class Board:
         withdrawn: Mapping[int, str] | None = None,
         blocked: int | None = None,
         repeat_of: Mapping[int, int] | None = None,
+        ended: tuple[int, str] = (0, ""),
     ) -> None:
         if memory_bytes > budget_bytes:
             raise InvalidExperiment(
@@ -131,7 +135,7 @@ class Board:
         self._delayed: list[tuple[float, int]] = []  # a heap of (not before, slot); of slots not below: stale
         self._held: set[int] = set()
         self._reasons: dict[int, str] = {}  # of SKIPPED slots
-        self._ended: str | None = None  # why nothing more is to be run
+        self.ended_before, self._ended = ended  # no slot below it is to be run any more, and why
         self._variants = {key: _Variant(variant) for key, variant in variants_by_id.items()}
         self._variant_of: list[_Variant] = []
         self._chains: dict[tuple[str, str], deque[int]] = {}  # slots that have not ended, in order
@@ -140,7 +144,8 @@ class Board:
         self._unmet: dict[int, int] = {}  # how many of them are not committed as success
         self._dependants: dict[int, list[int]] = {}
         self._retries: set[int] = set()  # slots that are tried again on request
-        self._firsts: set[int] = set()  # of `serial: first`, until they have ended
+        self._front = 0  # how many slots of `serial: first` the schedule begins with
+        self._firsts: set[int] = set()  # those of them that have not ended
         self._first_queue: deque[int] = deque()  # in order; of those not in `_firsts`: stale
         self._gate: int | None = None  # the slot of `serial: global` whose turn has come
         self._alone: int | None = None  # the one that is in flight
@@ -160,6 +165,9 @@ class Board:
         for idx, status in enumerate(committed):
             self._leave(idx)
             self._record(idx, status)
+        for idx in range(self.next_to_commit, self.ended_before):
+            if self._state[idx] == _WAITING and idx not in self._retries:
+                self.doomed[idx] = self._ended
         for idx in range(self.next_to_commit, len(slots)):
             self._offer(idx)
 
@@ -198,7 +206,8 @@ class Board:
                 chain = self._chains.setdefault((slot.variant_id, task.chain), deque())
                 chain.append(idx)
                 self._chain_of[idx] = chain
-            if task.protocol.serial == "first":
+            if task.protocol.serial == "first" and idx == self._front:
+                self._front += 1
                 self._firsts.add(idx)
                 self._first_queue.append(idx)
             if task.id in wanted:
@@ -248,8 +257,9 @@ class Board:
     @property
     def stuck(self) -> bool:
         """Whether nothing can happen any more until what is blocked is retried or given up."""
-        waits_in_vain = not (self._counts[_READY] or self._delayed or self.doomed or self.in_flight)
-        return self.blocked is not None and waits_in_vain
+        first = self._first()
+        may_start = self._counts[_READY] if first is None else self._state[first] == _READY
+        return self.blocked is not None and not (may_start or self._delayed or self.doomed or self.in_flight)
 
     @property
     def next_due_s(self) -> float | None:
@@ -279,7 +289,8 @@ class Board:
 
     def pruned(self, idx: int) -> str | None:
         """Return why the slot's variant is pruned, or the run is at its end; None: neither is."""
-        return self._variant_of[idx].pruned or (None if idx in self._retries else self._ended)
+        is_over = idx < self.ended_before and idx not in self._retries  # somebody asked for those
+        return self._variant_of[idx].pruned or (self._ended if is_over else None)
 
     def failed_dependency(self, idx: int) -> str | None:
         """Return a reason to skip the slot: its first dependency that is committed as other than success."""
@@ -322,6 +333,8 @@ class Board:
     def requeue(self, idx: int, not_before_s: float) -> None:
         """Note that a slot in flight, or blocked, needs another attempt, no sooner than at `not_before_s`."""
         self._expect(idx, _IN_FLIGHT, _BLOCKED)
+        if self._state[idx] == _BLOCKED:
+            self._return(idx)
         self._land(idx, _WAITING)
         reason = self.pruned(idx) or self.failed_dependency(idx)
         if reason is not None:
@@ -376,27 +389,30 @@ class Board:
 
     def end(self, reason: str) -> None:
         """Skip all that is not committed: the queue has said, after a commit, that no more is to be run."""
-        self._ended = reason
+        if self.ended_before == _ALL:
+            return
+        self.ended_before, self._ended = _ALL, reason
         for idx in list(self.not_started()):
-            if idx not in self._retries:  # somebody asked for those
+            if idx not in self._retries:
                 self._doom(idx, reason)
         self._trim()
 
-    def reopen(self) -> None:
-        """Run what is added from now on: the queue goes on."""
-        self._ended = None
+    def reopen(self) -> bool:
+        """Run what is added from now on: the queue goes on. Return whether it had ended."""
+        had_ended = self.ended_before == _ALL
+        if had_ended:
+            self.ended_before = len(self.slots)
+        return had_ended
 
     # How it is done.
 
     def _next(self, now_s: float, closed: Collection[str]) -> int | None:
         if self._alone is not None:
             return None
-        if self._firsts:
-            while self._first_queue[0] not in self._firsts:
-                self._first_queue.popleft()
-            lowest = self._first_queue[0]
-            may = not self.in_flight and self._state[lowest] == _READY and self._variant_of[lowest].id not in closed
-            return lowest if may else None
+        first = self._first()
+        if first is not None:
+            may = not self.in_flight and self._state[first] == _READY and self._variant_of[first].id not in closed
+            return first if may else None
         gate = self._gate
         if gate is not None and self._state[gate] == _READY:
             return gate if not self.in_flight and self._variant_of[gate].id not in closed else None
@@ -411,8 +427,14 @@ class Board:
             return None
         return idx
 
+    def _first(self) -> int | None:
+        # The slot of `serial: first` whose turn it is; None: all of them have ended.
+        while self._first_queue and self._first_queue[0] not in self._firsts:
+            self._first_queue.popleft()
+        return self._first_queue[0] if self._first_queue else None
+
     def _is_global(self, idx: int) -> bool:
-        return self._tasks[self.slots[idx].task_id].protocol.serial == "global"
+        return idx >= self._front and self._tasks[self.slots[idx].task_id].protocol.serial is not None
 
     def _expect(self, idx: int, *states: int) -> None:
         if self._state[idx] not in states:
@@ -475,6 +497,20 @@ class Board:
             chain.popleft()
         if chain:
             self._offer(chain[0])
+
+    def _return(self, idx: int) -> None:
+        # It had ended, and is not to have: what waited for that waits again. What has begun since is let end.
+        if idx < self._front:
+            self._firsts.add(idx)
+            self._first_queue.appendleft(idx)
+        task = self._tasks[self.slots[idx].task_id]
+        if task.chain is None:
+            return
+        self._chain_of[idx] = chain = self._chains[self.slots[idx].variant_id, task.chain]
+        if chain and self._state[chain[0]] == _READY:
+            self.queue.discard(chain[0])
+            self._move(chain[0], _WAITING)
+        chain.insert(1 if chain and self._state[chain[0]] == _IN_FLIGHT else 0, idx)
 
     def _record(self, idx: int, status: Status) -> str | None:
         if idx != self.next_to_commit:

@@ -52,7 +52,7 @@ class PriorityQueue(SequentialQueue):
         self._learn(task.protocol.priority for task in tasks)
 
     def ordered(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        return sorted(tasks, key=lambda task: (task.protocol.serial != "first", -task.protocol.priority))
+        return sorted(tasks, key=lambda task: -task.protocol.priority)
 
     def put(self, entry: Entry) -> None:
         self.discard(entry.idx)

@@ -92,7 +92,7 @@ class SequentialQueue:
 
     def ordered(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """The tasks in the order in which they are to be committed, dependencies aside."""
-        return sorted(tasks, key=lambda task: task.protocol.serial != "first")
+        return tasks
 
     def put(self, entry: Entry) -> None:
         self._held[entry.idx] = entry.cell.variant_id
