@@ -136,7 +136,7 @@ def submit(
             try:
                 done = add(folder, given, wait_s=wait_s)
             except QueueFull as late:
-                raise QueueFull(f"{late}\nNothing was submitted, after {wait_s:g} s of waiting") from late
+                raise QueueFull(f"{late}\nNothing was submitted: there was no room in that time") from late
     except KeyboardInterrupt:
         # It may have been on its way: only an answer says that it is in.
         print(

@@ -97,6 +97,7 @@ class RunEnd:
 class RunCallback:
     """Override what you want to hear. Called by the coordinator alone, one at a time; results in commit order.
 
+    A task ends with the last of its slots that stand together: in an order that mixes them, it ends several times.
     One that raises is reported in the run's events and does not end the run.
     """
 
@@ -317,6 +318,7 @@ class Coordinator:
         """Commit what is ready and dispatch what may start: one transaction, one wait for the disk, for all of it."""
         tickets: list[WorkerTicket] = []
         committed: list[TrialCompletion] = []
+        told: list[tuple[Any, ...]] = []  # to callbacks, which may submit: that must not wait for our transaction
         self._at("committing")
         with self.store.batch():
             while True:
@@ -325,8 +327,10 @@ class Coordinator:
                 decisions = self._decide(now_s)
                 for idx, reason in decisions.skip:
                     self.board.skip(idx, reason)
-                    self._call("on_queue_decision", "skip", self.board.slots[idx], reason)
-                tickets += [self._dispatch(idx, now_s) for idx in decisions.dispatch]
+                    told.append(("on_queue_decision", "skip", self.board.slots[idx], reason))
+                for idx in decisions.dispatch:
+                    tickets.append(self._dispatch(idx, now_s))
+                    told.append(("on_trial_selected", self.board.slots[idx], tickets[-1].attempt))
                 if not decisions.dispatch and not decisions.skip:
                     break
             self._watch()
@@ -337,6 +341,8 @@ class Coordinator:
             self._at("committed")
         if tickets:
             self._at("dispatched")
+        for what in told:
+            self._call(*what)
         for ticket in tickets:
             self.backend.begin(ticket)
         if tickets:
@@ -403,7 +409,6 @@ class Coordinator:
         waited_s = max(0.0, now_s - since_s)
         self._metrics.assigned(dispatch.trial_id, slot.variant_id, waited_s, now_s)
         self._note("assigned", trial_id=dispatch.trial_id, attempt=trial.attempt)
-        self._call("on_trial_selected", slot, trial.attempt)
         return ticket
 
     # --- what the workers say ---

@@ -39,6 +39,7 @@ _ETA_MEMORY_S: Final = 60.0  # what was longer ago counts less and less
 _MAX_MESSAGE: Final = 60  # characters of an error
 _FIXED_LINES: Final = 9  # of the picture, with the head of its table: what is left of a terminal is for trials
 _FEW_ROWS: Final = 4
+_SHORT_S: Final = 0.05  # would be shown as 0.0 s
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def _lane_line(name: str, lane: Mapping[str, Any], live: bool) -> str:
     parts = [f"{lane['in_flight']}{limit}{most} in flight"]
     if live and lane["blocked_s"] > 0:
         parts.append(f"blocked for {_age(lane['blocked_s'])}")
-    elif live and lane["opens_in_s"]:  # None: it is full
+    elif live and (lane["opens_in_s"] or 0) >= _SHORT_S:  # None: it is full
         parts.append(f"next start in {_age(lane['opens_in_s'])}")
     if live and lane["tokens_in_window"]:
         parts.append(f"{number(lane['tokens_in_window'])} tokens in the last minute")

@@ -99,7 +99,7 @@ def test_a_run_that_is_kept_open_takes_tasks_and_shows_metrics_until_ctrl_c(benc
 
         spin_until(lambda: bench.status().committed == 3, "what was submitted is done")
         shown = call("status", bench.run).out
-        assert re.search(r"^rate +\d+ trials in the last minute, workers \d+% busy, half waited", shown, re.MULTILINE)
+        assert re.search(r"^rate +\d+ trials a minute, workers \d+% busy, half waited", shown, re.MULTILINE)
         assert "failing    v: 1 of 3 (33%)\n" in shown
         assert "lifecycle" not in shown
         lifecycle = json.loads(call("status", bench.run, "--json").out)["lifecycle"]
@@ -184,6 +184,7 @@ def test_a_full_queue_refuses_with_a_code_of_its_own_and_says_how_to_wait(bench:
     done = call("submit", bench.run, more, "--wait-s", RETRY_S)
     assert (done.code, done.out) == (4, "")
     assert f"nobody works at it: continue it with `sandbox-exec continue {bench.run}`" in done.err
+    assert done.err.endswith("\nNothing was submitted: there was no room in that time\n")
     assert bench.tasks() == ["t0", "t1"]
 
 
@@ -298,7 +299,7 @@ def test_at_a_terminal_a_purge_asks(bench: Bench, call: Call, monkeypatch: pytes
         monkeypatch.setattr(sys, "stdin", terminal)
         done = call("purge", bench.run, "--task", "t*")
         assert done.code == code
-        assert "what has not begun: task=t*?" in done.err
+        assert "what waits: task=t*?" in done.err
     assert "purged 1 trial: v.t0." in done.out
 
 
@@ -371,6 +372,19 @@ def test_events_are_lines_for_people_and_objects_for_programs(bench: Bench, call
     later = call("events", bench.run, "--after", purged, "--kind", "completed", "--kind", "submitted", "--json")
     assert [json.loads(line)["kind"] for line in later.out.splitlines()] == ["completed"]
     assert call("events", bench.run, "--follow", "--json").out.count("\n") == len(found)  # nobody works at it
+    none = call("events", bench.run, "--after", purged, "--kind", "complete")
+    said = "sandbox-exec: no events of this kind; there are: assigned, completed, executing, skipped\n"
+    assert none == Done(0, "", said)
+    last = found[-1]["id"]
+    assert call("events", bench.run, "--after", last, "--kind", "alert").err.endswith("there are none at all\n")
+
+
+def test_numbers_of_events_are_short_for_people_and_whole_for_programs(bench: Bench, call: Call) -> None:
+    bench.make({"id": "t0"})
+    with RunStore.open(bench.run) as store:
+        store.event("alert", in_flight_s=2.000357796, limit_s=2.0, of=3, trial_id="v.t0")
+    assert call("events", bench.run).out.endswith("alert         in_flight_s=2  limit_s=2  of=3  trial_id=v.t0\n")
+    assert json.loads(call("events", bench.run, "--json").out)["data"]["in_flight_s"] == 2.000357796
 
 
 def test_ctrl_c_ends_the_following_and_not_the_run(bench: Bench, call: Call) -> None:
@@ -404,7 +418,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run(bench: Bench, call: Call) -> 
         (["dead", "show", "RUN", "v.t0"], "no dead letter begins with 'v.t0'; to see them: sandbox-exec dead list"),
         (["dead", "drop", "RUN", "v.t0"], "no dead letter begins with 'v.t0'"),
         (["dead", "retry", "RUN"], "say what to retry: the names of trials, or --all"),
-        (["dead", "retry", "RUN", "v.t0", "--all"], "say what to retry"),
+        (["dead", "retry", "RUN", "v.t0", "--all"], "and not both"),
         (["dead", "retry", "RUN", "v.t0", "--status", "agent_error"], "--status is for --all"),
         (["dead", "retry", "RUN", "--all", "--status", "lazy"], "'lazy' is no status; allowed: success, "),
     ],
@@ -431,3 +445,14 @@ def test_help_has_examples(call: Call, command: list[str]) -> None:
     done = call(*command, "--help")
     assert done.code == 0
     assert f"  sandbox-exec {' '.join(command)} night-1" in done.out
+
+
+def test_help_of_the_group_has_examples_too(call: Call) -> None:
+    assert "  sandbox-exec dead retry night-1 --all" in call("dead", "--help").out
+
+
+def test_an_empty_name_is_the_beginning_of_no_trial(bench: Bench, call: Call) -> None:
+    bench.make({"id": "x1", "input": "fail"})
+    assert call("continue", bench.run).code == 0
+    done = call("dead", "show", bench.run, "")
+    assert (done.code, "no dead letter begins with ''" in done.err) == (2, True)

@@ -197,6 +197,14 @@ def test_the_coordinator_is_not_asked_at_every_event(clock: ManualClock) -> None
     assert len(display.view().in_flight) == 1
 
 
+def test_what_is_committed_is_not_in_flight_though_nobody_looked_since(clock: ManualClock) -> None:
+    run, display = FakeRun(slots=2), Display(clock.now_s)
+    run.trials = [in_flight(0), in_flight(1)]
+    run.start(display)
+    display.on_trial_end(completion(1))  # too soon for a look; a run that is kept open has no further events
+    assert [one.trial_id for one in display.view().in_flight] == [in_flight(0).trial_id]
+
+
 def test_the_last_failures_are_kept_and_successes_are_not_among_them(clock: ManualClock) -> None:
     run, display = FakeRun(slots=100), Display(clock.now_s)
     run.start(display)
@@ -395,7 +403,7 @@ def test_a_status_has_the_rate_and_the_worst_failure_rates() -> None:
         failure_rate={"by_variant": by_variant, "by_tag": by_tag, "tags_left_out": 0},
     )
     lines = status_lines(status(metrics=metrics))
-    assert section(lines, "rate") == ["12 trials in the last minute, workers 93% busy, half waited up to 0.5 s"]
+    assert section(lines, "rate") == ["12 trials a minute, workers 93% busy, half waited up to 0.5 s"]
     worst, *rest = section(lines, "failing")
     assert (worst.startswith("tag "), worst.isprintable()) == (True, True)
     assert rest == [*(f"v{n}: {n} of 10 ({n}0%)" for n in (5, 4, 3, 2)), "... and 1 more"]
@@ -405,12 +413,19 @@ def test_a_status_has_alerts_and_lanes() -> None:
     alert = {"alert": "failure_rate", "variant_id": "v", "failed": 2, "of": 3, "rate": 2 / 3}
     lane = {"in_flight": 2, "limit": 4, "max_concurrent": 8, "blocked_s": 12.34, "tokens_in_window": 4000.0}
     free = {"in_flight": 1, "limit": None, "max_concurrent": None, "blocked_s": 0.0, "tokens_in_window": 0.0}
-    lanes = {"api": {**lane, "turned_away": 3}, "free": {**free, "turned_away": 0}}
+    lanes = {
+        "api": {**lane, "opens_in_s": 12.34, "turned_away": 3},
+        "free": {**free, "opens_in_s": 0.01, "turned_away": 0},
+        "full": {**free, "opens_in_s": None, "turned_away": 1},
+        "slow": {**free, "opens_in_s": 7.5, "turned_away": 0},
+    }
     lines = status_lines(status(metrics=figures(alerts=[alert]), lanes=lanes))
     assert section(lines, "alerts") == ["failure_rate  variant_id=v  failed=2  of=3  rate=0.67"]
     assert section(lines, "lanes") == [
         "api  2/4 (of 8) in flight, blocked for 12.3 s, 4000 tokens in the last minute, turned away 3 times",
         "free  1 in flight",
+        "full  1 in flight, turned away 1 time",
+        "slow  1 in flight, next start in 7.5 s",
     ]
 
 

@@ -789,7 +789,7 @@ def test_tasks_are_added_to_a_run_from_a_callback_another_thread_and_outside(bas
     assert [one["trials"] for one in events(folder, "submitted")] == [1, 2]
 
 
-@pytest.mark.parametrize("when", ["on_run_start", "on_trial_start", "on_trial_end", "on_task_end"])
+@pytest.mark.parametrize("when", ["on_run_start", "on_trial_selected", "on_trial_start", "on_trial_end", "on_task_end"])
 def test_tasks_that_a_callback_adds_are_run_even_if_all_else_is_done(base: Path, folder: Path, when: str) -> None:
     class Adds(RunCallback):
         added = 0
@@ -803,6 +803,7 @@ def test_tasks_that_a_callback_adds_are_run_even_if_all_else_is_done(base: Path,
         if adds.added < 2:
             adds.added += 1
             adds.run.submit([row(f"more{adds.added}")])
+            assert not adds.run.store._in_transaction, "it is on the disk"
 
     adds = Adds()
     setattr(adds, when, add)
