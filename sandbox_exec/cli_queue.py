@@ -273,6 +273,7 @@ def _letter_lines(letter: DeadLetter) -> Iterable[str]:
         yield "attempts    none: it never began"
     for one in letter.attempts:
         counted = "" if one.counted else ", not the agent's fault"
+        counted += f", exit code {one.exit_code}" if one.exit_code else ""
         yield f"attempt {one.attempt:<3} {one.status.value}{counted}{_because(one.error_type, one.message)}"
         yield clean(f"            {one.folder}")
 

@@ -77,7 +77,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=_examples(_GRADE_EXAMPLES, _RUN_CODES))(grade)
     app.command(epilog=_examples(_STATUS_EXAMPLES))(status)
     app.command(epilog=_examples(_PAUSE_EXAMPLES))(pause)
-    app.command()(resume)
+    app.command(epilog=_examples(_RESUME_EXAMPLES))(resume)
     app.command(epilog=_examples(_STOP_EXAMPLES))(stop)
     app.command(epilog=_examples(_HISTORY_EXAMPLES))(history)
     app.command(epilog=_examples(_SCHEMA_EXAMPLES))(schema)
@@ -103,6 +103,9 @@ _STATUS_EXAMPLES = """
   sandbox-exec status night-1           once
   sandbox-exec status night-1 --watch   until nobody works at it any more
   sandbox-exec status night-1 --json
+"""
+_RESUME_EXAMPLES = """
+  sandbox-exec resume night-1
 """
 _PAUSE_EXAMPLES = """
   sandbox-exec pause night-1            every trial stands still, and so do the deadlines
@@ -329,7 +332,8 @@ def _ending(summary: RunSummary) -> str:
     if summary.status == "completed":
         return f"completed: {far}, in {folder}"
     reason = f" ({clean(summary.reason)})" if summary.reason else ""
-    return f"{summary.status}{reason}: {far}\nto go on: sandbox-exec continue {folder}"
+    then = "then " if summary.reason.startswith("blocked:") else ""  # which says what is to be done first
+    return f"{summary.status}{reason}: {far}\nto go on: {then}sandbox-exec continue {folder}"
 
 
 def _shown(folder: Path) -> str:
@@ -434,7 +438,7 @@ def pause(name: Run, runs: Runs = "runs", json: Json = False) -> None:
     """
     answer = _ask(name, runs, do="pause")
     if answer["status"] == "paused":
-        _say(answer, json, f"paused; {answer['frozen']} trials in flight are frozen")
+        _say(answer, json, f"paused; trials in flight that are frozen: {answer['frozen']}")
         return
     _say(answer, json, f"interrupted: these did not freeze: {', '.join(answer.get('survivors', ()))}")
     raise typer.Exit(INTERRUPTED)

@@ -159,10 +159,10 @@ class Coordinator:
         self._policy = RetryPolicy(experiment.design.infra_retries)
         self._metrics = Metrics(experiment.design.queue.alerts, self._tags, self._clock.now_s())
         self._watermarks = Watermarks(experiment.design.queue)
-        self._notes: list[tuple[str, dict[str, Any]]] = []  # events that wait for the next transaction
+        self._notes: list[tuple[float, str, dict[str, Any]]] = []  # events that wait for the next transaction
         self._notes_due_s: float | None = None
         self._counted = self.board.next_to_commit  # slots that the metrics know of, or need not
-        self._thread: int | None = None
+        self._thread = threading.get_ident()  # whose calls need not go through the socket
         self._trials: dict[int, _Trial] = {}
         self._mode: Mode = "running"
         self._reason = ""
@@ -308,7 +308,7 @@ class Coordinator:
             self._trials[idx].ticket = ticket
             self.store.event("adopted", trial_id=one.trial_id, attempt=one.attempt, state=adoption.state)
             if adoption.state == "finished":
-                self._on_event(Finished(ticket))
+                self._on_ended(one.slot, self._trials[idx], ticket, heard_before=True)
             elif adoption.state == "lost":
                 self._on_event(Lost(ticket, "its worker was gone when the run was continued"))
         if adoptions:
@@ -349,10 +349,13 @@ class Coordinator:
             self._at("begun")
         for completion in committed:
             self._announce(completion)
-        wakes = (decisions.wake_s, self._metrics.next_check_s(), self._notes_due_s)
+        check_s = self._metrics.next_check_s() if self._paused_s is None else None
+        wakes = (decisions.wake_s, check_s, self._notes_due_s)
         return min((wake_s for wake_s in wakes if wake_s is not None), default=None)
 
     def _decide(self, now_s: float) -> Decisions:
+        if self._mode in ("running", "draining"):
+            self._end_at_duration(now_s)
         if self._mode != "running":
             return Decisions()
         self.board.advance(now_s)
@@ -360,33 +363,39 @@ class Coordinator:
         for warning in decisions.warnings:
             self.board.capacity_warned = True
             self.store.event("warning", text=warning)
-        if self.board.ends_s is not None and now_s >= self.board.ends_s and not self._over:
+        return decisions
+
+    def _end_at_duration(self, now_s: float) -> None:
+        if self.board.ends_s is None or now_s < self.board.ends_s:
+            return
+        if self.board.blocked is not None:  # nobody can retry it any more
+            self.ledger.give_up([self.board.blocked])
+        if not self._over:
             self._over = True
             for ticket in self._tickets():
                 self.backend.stop(ticket, OVER)
-        return decisions
 
     def _watch(self) -> None:
         """Tell what a person should look at: of how much waits, and of what has not gone well."""
         now_s = self._clock.now_s()
         self._metrics.submitted(len(self.board.slots) - self._counted)
         self._counted = len(self.board.slots)
-        self._metrics.set_depth(self.board.depth, now_s)
+        self._metrics.set_depth(self.board.depth)
         self._metrics.set_capacity(self.backend.capacity(), now_s)
-        for alert in self._metrics.check(now_s):
+        for alert in self._metrics.check(now_s) if self._paused_s is None else ():
             self.store.event("alert", **alert)
         for pressure in self._watermarks.update(self.board.depth):
             self.store.event("queue_filling", **pressure._asdict())
 
     def _note(self, kind: str, **data: Any) -> None:
         """Note what happened to a trial: it is written with what happens next, or a little later by itself."""
-        self._notes.append((kind, data))
+        self._notes.append((self.store.now(), kind, data))
         if self._notes_due_s is None:
             self._notes_due_s = self._clock.now_s() + _NOTE_S
 
     def _write_notes(self) -> None:
-        for kind, data in self._notes:
-            self.store.event(kind, **data)
+        for at, kind, data in self._notes:
+            self.store.event(kind, at, **data)
         self._notes, self._notes_due_s = [], None
 
     def _dispatch(self, idx: int, now_s: float) -> WorkerTicket:
@@ -424,7 +433,7 @@ class Coordinator:
             case Started():
                 if not trial.started:
                     trial.started = True
-                    self._metrics.executing(ticket.trial_id, self._clock.now_s())
+                    self._metrics.executing(ticket.trial_id)
                     self._note("executing", trial_id=ticket.trial_id, attempt=ticket.attempt)
                     self._call("on_trial_start", slot, ticket.attempt)
             case Traced(_, phase, events, memory_bytes):
@@ -456,13 +465,15 @@ class Coordinator:
         committed = self.store.query("SELECT attempt FROM commits WHERE schedule_idx = ?", idx)
         return any(1 <= ticket.attempt <= attempt for (attempt,) in committed)
 
-    def _on_ended(self, slot: Slot, trial: _Trial, ticket: WorkerTicket, reason: str = "") -> None:
+    def _on_ended(
+        self, slot: Slot, trial: _Trial, ticket: WorkerTicket, reason: str = "", *, heard_before: bool = False
+    ) -> None:
         """An attempt has ended, as its file says: another one, or wait for the slot's turn to be committed."""
         found = read_completion(ticket.folder)
         completion = found.value or _lost(slot, ticket, reason or f"no completion: {found.reason}")
         no_room = self._is_no_room(completion)
         trial.ticket = None
-        self._tell_lane(slot, trial, completion)
+        self._tell_lane(slot, trial, completion, heard_before=heard_before)
         following = self._following(trial, completion, no_room)
         if following is None and self._is_without_engine(completion):
             self._keep(completion)
@@ -481,11 +492,13 @@ class Coordinator:
         self._metrics.retrying(completion.trial_id, trial.waits_since_s)
         self._note("retrying", trial_id=completion.trial_id, attempt=completion.attempt, status=completion.status.value)
         self.board.requeue(slot.schedule_idx, self._clock.now_s() + following.after_s)
+        self._call("on_queue_decision", "retry", slot, f"attempt {completion.attempt} ended as {completion.status}")
         self._at("requeued")
         if no_room and not trial.adopted:
             raise StoreFull(f"no room left in {self.store.folder}: free some there, then continue the run")
 
-    def _tell_lane(self, slot: Slot, trial: _Trial, completion: TrialCompletion) -> None:
+    def _tell_lane(self, slot: Slot, trial: _Trial, completion: TrialCompletion, *, heard_before: bool) -> None:
+        """`heard_before`: by a coordinator before us, perhaps; that a lane is blocked may be told twice, no more."""
         lanes, now_s, provider = self.ledger.lanes, self._clock.now_s(), completion.provider
         if completion.status is Status.RATE_LIMITED or (provider is not None and provider.turned_away):
             seed = derive_seed(self.experiment.seed, f"{completion.trial_id} {completion.attempt}")
@@ -501,9 +514,9 @@ class Coordinator:
             slot.variant_id,
             now_s,
             started_s=trial.began_s,
-            success=completion.ok,
-            tokens=provider.tokens if provider is not None else None,
-            requests=provider.requests if provider is not None else None,
+            success=completion.ok and not heard_before,
+            tokens=provider.tokens if provider is not None and not heard_before else None,
+            requests=provider.requests if provider is not None and not heard_before else None,
         )
 
     def _following(self, trial: _Trial, completion: TrialCompletion, no_room: bool) -> NextAttempt | None:
@@ -544,6 +557,7 @@ class Coordinator:
         """Record an attempt that is not the last one."""
         counted = is_counted(completion.status)
         with self.store.batch():
+            self._write_notes()
             self.store.record_attempt(completion, counted)
             self.ledger.save_lanes()
             if not counted:
@@ -575,7 +589,10 @@ class Coordinator:
             self.ledger.observe(completion)
             self._metrics.committed(completion, now_s)
             kind = {Status.SUCCESS: "completed", Status.SKIPPED: "skipped"}.get(completion.status, "failed")
-            self._note(kind, trial_id=completion.trial_id, attempt=completion.attempt, status=completion.status.value)
+            more = {"reason": verdict.reason} if verdict.reason else {}
+            self._note(
+                kind, trial_id=completion.trial_id, attempt=completion.attempt, status=completion.status.value, **more
+            )
         if rows:
             self.store.commit(rows)
             self.ledger.save_queue()
@@ -592,8 +609,8 @@ class Coordinator:
         assert self.board.blocked is not None
         trial_id = derive_trial_id(self.board.slots[self.board.blocked])
         return (
-            f"blocked: {trial_id} failed, and others need it. Retry it (sandbox-exec dead retry) or give it up "
-            "(sandbox-exec dead drop), then continue the run"
+            f"blocked: {trial_id} failed, and others need it. `sandbox-exec dead retry {self.store.folder} {trial_id}` "
+            "tries it again, `dead drop` in its place gives it up; the run can go on then"
         )
 
     def _final(self, slot: Slot) -> TrialCompletion | None:
@@ -608,6 +625,9 @@ class Coordinator:
         found = read_completion(folder)
         if found.value is not None:
             return found.value
+        for recorded in self.store.attempts(slot.schedule_idx, slot.schedule_idx):  # one that was lost, and blocked
+            if recorded.attempt == trial.attempt:
+                return TrialCompletion.model_validate_json(recorded.completion_json)
         ticket = WorkerTicket(slot.schedule_idx, trial_id, trial.attempt, "", folder)
         return _lost(slot, ticket, f"no completion: {found.reason}")
 
@@ -660,7 +680,8 @@ class Coordinator:
                 (self.kill if rest.get("now") else self.drain)("stopped on request")
                 request.answer(status="stopping")
             case {"do": "status"}:
-                request.answer(status=self._mode, in_flight=self.in_flight(), **self.figures())
+                reason = self._why_stuck() if self.board.stuck else ""
+                request.answer(status=self._mode, reason=reason, in_flight=self.in_flight(), **self.figures())
             case {"do": "metrics"}:
                 labels = {"run": self.store.folder.name}
                 request.answer(text=prometheus(self._metrics.snapshot(self._clock.now_s()), labels))
@@ -713,6 +734,7 @@ class Coordinator:
         if self._paused_s is not None:
             stood_s, self._paused_s = self._clock.now_s() - self._paused_s, None
             self._began_s += stood_s
+            self._metrics.stood_still(stood_s)
             if self.board.ends_s is not None:
                 self.board.ends_s += stood_s
             for ticket in self._tickets():
@@ -722,7 +744,8 @@ class Coordinator:
         """What is in flight is to end: by itself, which nothing frozen does, or killed, and then until when."""
         if self._mode == "draining":
             self._thaw()
-        elif self._stop_until_s is None:
+            return None if self._over else self.board.ends_s
+        if self._stop_until_s is None:
             self._stop_until_s = self._clock.now_s() + STOP_S
             self._stop_all()
         return self._stop_until_s
@@ -741,17 +764,11 @@ class Coordinator:
 
     def figures(self) -> dict[str, Any]:
         """How the run does, in numbers: metrics, lanes, and what the queue has learnt."""
-        now_s = self._clock.now_s()
-        self._metrics.set_depth(self.board.depth, now_s)
-        report = getattr(self.ledger.queue, "report", None)
-        metrics = self._metrics.snapshot(now_s)
+        self._metrics.set_depth(self.board.depth)
+        metrics = self._metrics.snapshot(self._clock.now_s())
         for name in ("wait_s", "latency_s"):
             del metrics[name]["buckets"]  # they are for Prometheus
-        return {
-            "metrics": metrics,
-            "lanes": self.ledger.lanes.status(now_s),
-            "queue": report() if report is not None else None,
-        }
+        return {"metrics": metrics, **self.ledger.figures()}
 
     def _tags(self, task_id: str) -> Sequence[str]:
         return self.ledger.tasks[task_id].protocol.tags
@@ -781,6 +798,8 @@ class Coordinator:
         for callback in self._callbacks:
             try:
                 getattr(callback, name)(*arguments)
+            except ProtocolFault:  # of what it called: the run cannot go on
+                raise
             except Exception as error:
                 text = f"{type(callback).__name__}.{name}: {type(error).__name__}: {error}"
                 self.store.event("callback_failed", text=text)

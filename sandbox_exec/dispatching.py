@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -44,7 +45,7 @@ class Dispatches:
         self._artifacts, self._images, self._answers = artifacts, dict(images), answers
         self._variants = {variant.id: variant for variant in experiment.variants}
         self._graders = Graders(experiment, folder, self._images)
-        self._hidden = (*hidden_from_agents(experiment), folder)  # and what other trials left
+        self._hidden = (*hidden_from_agents(experiment), unseen_runs(experiment, folder))
         self._limits_for = functools.cache(self._resolve)  # thousands of tasks share them
 
     def add(self, tasks: Sequence[Task], images: Mapping[str, str]) -> None:
@@ -117,6 +118,17 @@ def images_in(inputs: Mapping[str, str]) -> dict[str, str]:
         for name, digest in inputs.items()
         if name.startswith(IMAGE) and digest != MISSING
     }
+
+
+def unseen_runs(experiment: Experiment, folder: Path) -> Path:
+    """What no agent of the run in `folder` sees of runs: where all of them are, as earlier ones have answers too.
+
+    Only that folder itself, where agents need something else that is beside it.
+    """
+    runs = os.path.realpath(folder.parent)
+    beside = [experiment.base / path for path in experiment.sandbox.readable]
+    needed = [*sys.path, sys.prefix, sys.base_prefix, experiment.base, *beside]
+    return folder if any(Path(os.path.realpath(path)).is_relative_to(runs) for path in needed) else folder.parent
 
 
 def limits_of(experiment: Experiment, hidden: Sequence[Path] = ()) -> list[Limits]:

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sandbox_exec.contracts import Slot, Status, TrialCompletion
+from sandbox_exec.contracts import Slot, Status, TrialCompletion, derive_trial_id
 from sandbox_exec.contracts.queue import LEVELS
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
 from sandbox_exec.runs import InFlight, RunStatus, RunSummary
@@ -421,6 +421,10 @@ class Display(RunCallback):
             if not completion.ok:
                 self._failures.append(failure_line(completion))
         self._look_if_due()
+
+    def on_queue_decision(self, kind: str, slot: Slot, reason: str) -> None:
+        with self._lock:  # an attempt that ended may be the last news for as long as its lane is shut
+            self._in_flight = [one for one in self._in_flight if one.trial_id != derive_trial_id(slot)]
 
     def on_run_end(self, end: RunEnd) -> None:
         self._look()

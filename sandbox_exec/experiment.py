@@ -62,8 +62,8 @@ def load_tasks(path: str | os.PathLike[str]) -> list[Task]:
         try:
             tasks.append(Task.model_validate(row))
         except ValidationError as error:
-            for fault in faults_of(error):
-                origin.add(Fault(("tasks", idx, *fault.loc), fault.text))
+            for fault in faults_of(error, ("tasks", idx)):
+                origin.add(fault)
     if origin.problems:
         origin.refuse()
     return tasks
@@ -81,7 +81,7 @@ def load_grading(path: str | os.PathLike[str]) -> GradingSettings:
     try:
         return GradingSettings.model_validate(data)
     except ValidationError as error:
-        raise InvalidExperiment(told([f"{path}: {fault}" for fault in faults_of(error)])) from error
+        raise InvalidExperiment(told([f"{path}: {fault}" for fault in faults_of(error, ("grading",))])) from error
 
 
 def experiment_from(data: Mapping[str, Any], base: str | os.PathLike[str] = ".") -> Experiment:

@@ -17,10 +17,10 @@ import psutil
 from pydantic import Field, ValidationError
 
 from sandbox_exec.contracts import Cell, Contract, Slot, Status, Task, TrialCompletion, derive_trial_id
-from sandbox_exec.contracts.experiment import Experiment, Fault, faults_of, told
+from sandbox_exec.contracts.experiment import MAX_SLOTS, Experiment, Fault, faults_of, shown, told
 from sandbox_exec.contracts.queue import Priority
 from sandbox_exec.dispatching import IMAGE, image_digests
-from sandbox_exec.errors import InvalidExperiment, InvalidValue, QueueFull
+from sandbox_exec.errors import InvalidExperiment, InvalidValue, ProtocolFault, QueueFull
 from sandbox_exec.experiment import MISSING, check_files, file_digests
 from sandbox_exec.orders import make_queue
 from sandbox_exec.schedule.admission import Refused, Waiting, admit, content_digest, merge
@@ -121,7 +121,7 @@ class Ledger:
             active=[one.slot.schedule_idx for one in self.store.active()],
             withdrawn={idx: reason for idx, (_, reason) in self.withdrawn.items()},
             blocked=blocked,
-            repeat_of={idx: slots[origin].repeat for idx, origin in self.retries.items()},
+            repeat_of={idx: slots[self._root(idx)].repeat for idx in self.retries},
             ended=ended,
         )
 
@@ -148,6 +148,11 @@ class Ledger:
         for name in self.lanes.take_changed():
             self.store.set_state(f"{_LANE}{name}", self.lanes.snapshot(name, self._now_s(), time.time()))
 
+    def figures(self) -> dict[str, Any]:
+        """How the lanes stand, and what the queue has learnt."""
+        report = getattr(self.queue, "report", None)
+        return {"lanes": self.lanes.status(self._now_s()), "queue": report() if report is not None else None}
+
     def blocks(self, idx: int, status: Status) -> bool:
         """Whether the slot whose turn it is must not be committed: others need it, and it failed."""
         return (
@@ -173,16 +178,16 @@ class Ledger:
         Raises `InvalidValue`, or what the method that does it raises.
         """
         match request:
-            case {"do": "submit", "tasks": list(tasks), **rest}:
+            case {"do": "submit", "tasks": list(tasks), "inputs": dict(inputs)} if _all_text(inputs.values()):
                 given = [Task.model_validate(one) for one in tasks]
-                return {"submitted": self.submit(given, rest.get("inputs") or {}).model_dump(mode="json")}
+                return {"submitted": self.submit(given, inputs).model_dump(mode="json")}
             case {"do": "purge", "filter": dict(which)}:
                 return {"trials": self.purge(SlotFilter.model_validate(which))}
-            case {"do": "retry", "trials": list(trials)}:
+            case {"do": "retry", "trials": list(trials)} if _all_text(trials):
                 return {"trials": self.retry(self._indices(trials))}
-            case {"do": "give_up", "trials": list(trials)}:
+            case {"do": "give_up", "trials": list(trials)} if _all_text(trials):
                 return {"trials": self.give_up(self._indices(trials))}
-        raise InvalidValue(f"{request.get('do')!r} is unknown; allowed: submit, purge, retry, give_up")
+        raise InvalidValue(f"{shown(request)} is no request; allowed: submit, purge, retry, give_up")
 
     def _indices(self, trial_ids: Sequence[str]) -> list[int]:
         wanted = set(trial_ids)
@@ -199,18 +204,21 @@ class Ledger:
         Raises `InvalidExperiment` or `InvalidValue` with what is wrong with them, `QueueFull` if there is no room now.
         """
         settings, board = self.experiment.design.queue, self.board
+        self._refuse_if_over()
         if not self._digests:
             self._digests = {task.id: content_digest(task) for task in self.tasks.values()}
             self._owners = {digest: task_id for task_id, digest in reversed(self._digests.items())}
         new, digests, merged = merge(settings.duplicates, tasks, self._digests, self._owners)
         check_tasks(self.experiment, new, self.tasks)
         each = len(self.experiment.variants) * self.experiment.design.repeats
+        if len(board.slots) + len(new) * each > MAX_SLOTS:
+            raise InvalidValue(f"a run has {MAX_SLOTS} trials at most: begin another one")
         coming = Counter(task.protocol.priority for task in new)
         needed = {name for task in new for name in task.depends_on}
         counts = {one: count * each for one, count in coming.items()}
         admitted = admit(settings, board.depth, counts, lambda: self._lowest(needed))
         if isinstance(admitted, Refused):
-            raise QueueFull(admitted.reason)
+            raise (InvalidValue if admitted.never else QueueFull)(admitted.reason)
         reason = "it was displaced by tasks of a higher priority"
         displaced = dict.fromkeys(admitted.displaced, (DISPLACED, reason))
         self.tasks |= {task.id: task for task in new}
@@ -232,7 +240,7 @@ class Ledger:
             merged=merged,
             trials=len(slots),
             displaced=tuple(derive_trial_id(board.slots[idx]) for idx in displaced),
-            waiting=board.counts.waiting - len(board.doomed),
+            waiting=board.depth.total(),
         )
 
     def purge(self, which: SlotFilter) -> list[str]:
@@ -246,13 +254,27 @@ class Ledger:
         return [derive_trial_id(board.slots[idx]) for idx in meant]
 
     def retry(self, indices: Sequence[int]) -> dict[str, str]:
-        """Schedule dead letters again. Return the trials that do so, by those that they are tries of."""
+        """Schedule dead letters again, and what was skipped because of them.
+
+        Return the trials that do so, by those that they are tries of.
+        """
         board, origins = self.board, set(self.retries.values())
+        self._refuse_if_over()
         for idx in indices:
+            name, slot = derive_trial_id(board.slots[idx]), board.slots[idx]
             if idx in origins:
-                raise InvalidValue(f"{derive_trial_id(board.slots[idx])} is being retried already, or was")
+                raise InvalidValue(f"{name} is being retried already, or was")
+            if idx != board.blocked and board.committed_as(idx) in (None, Status.SUCCESS) and idx not in self.withdrawn:
+                raise InvalidValue(f"{name} has not failed for good")
+            if board.is_pruned(slot.variant_id):
+                raise InvalidValue(
+                    f"{name} cannot be retried: variant {slot.variant_id} is pruned, and would be skipped"
+                )
         blocked = board.blocked if board.blocked in indices else None
-        again = [idx for idx in indices if idx != blocked]
+        chosen = {idx for idx in indices if idx != blocked}
+        # What was skipped for want of one of them has another chance too, unless somebody took it out.
+        skipped = [idx for idx in board.skipped_for(chosen) if idx not in origins and idx not in self.withdrawn]
+        again = sorted(chosen.union(skipped))
         repeats: Counter[tuple[str, str]] = Counter()
         wanted = {(board.slots[idx].variant_id, board.slots[idx].task_id) for idx in again}
         for slot in board.slots if wanted else ():
@@ -270,8 +292,7 @@ class Ledger:
             }
             if blocked is not None:
                 trial_id = derive_trial_id(board.slots[blocked])
-                own = (one.attempt for one in self.store.attempts(blocked) if one.schedule_idx == blocked)
-                self.forgiven[trial_id] = max(own, default=0)
+                self.forgiven[trial_id] = max((one.attempt for one in self.store.attempts(blocked, blocked)), default=0)
                 self.store.set_state(_FORGIVEN, self.forgiven)
                 self.store.set_state(BLOCKED, None)
                 board.requeue(blocked, self._now_s())
@@ -306,10 +327,23 @@ class Ledger:
         if slots or tasks:
             self.store.extend(slots, tasks, inputs, origins)
             self.retries |= origins
-            self.board.add(
-                slots, self._now_s(), {idx: self.board.slots[origin].repeat for idx, origin in origins.items()}
-            )
+            repeat_of = {idx: self.board.slots[self._root(idx)].repeat for idx in origins}
+            try:
+                self.board.add(slots, self._now_s(), repeat_of)
+            except InvalidExperiment as error:  # the queue knows of these tasks now, and we cannot go back
+                raise ProtocolFault(f"{type(self.queue).__name__}: {error}") from error
         return slots
+
+    def _root(self, idx: int) -> int:
+        """The slot at which all the tries before began."""
+        while idx in self.retries:
+            idx = self.retries[idx]
+        return idx
+
+    def _refuse_if_over(self) -> None:
+        ends_s = self.board.ends_s
+        if ends_s is not None and self._now_s() >= ends_s:
+            raise InvalidValue("the run is over its max_duration_s: what is added now would be skipped")
 
     def _withdraw(self, slots: Mapping[int, tuple[str, str]]) -> None:
         self.store.withdraw(slots)
@@ -318,12 +352,28 @@ class Ledger:
             self.board.withdraw(idx, reason)
 
     def _lowest(self, needed: Collection[str]) -> Iterable[Waiting]:
-        """What waits and could make room: lowest priority first, and of that the oldest. Not what is `needed`."""
+        """What waits and could make room: lowest priority first, and of that the oldest. Not what others need."""
         board = self.board
         slots = board.slots
-        waiting = [idx for idx in board.not_started() if idx not in board.doomed and slots[idx].task_id not in needed]
+        waiting = [
+            idx
+            for idx in board.not_started()
+            if idx not in board.doomed and slots[idx].task_id not in needed and not board.has_dependants(idx)
+        ]
         waiting.sort(key=lambda idx: (board.priority(idx), board.submitted_s(idx), idx))
-        return [Waiting(idx, board.priority(idx), board.submitted_s(idx)) for idx in waiting]
+        return [Waiting(idx, board.priority(idx)) for idx in waiting]
+
+
+def figures_of(store: RunStore) -> dict[str, Any]:
+    """What the coordinator of a run that was killed would say of lanes and queue, where that can be told."""
+    state = store.state()
+    if state.get(QUEUE) is None and not any(name.startswith(_LANE) for name in state):
+        return {}
+    try:
+        ledger = Ledger(store, Experiment.model_validate_json(store.run().experiment_json), time.monotonic)
+    except InvalidExperiment:  # a queue of the user's that is not there any more
+        return {}
+    return ledger.figures()
 
 
 def experiment_of(store: RunStore) -> Experiment:
@@ -344,8 +394,8 @@ def request_to_submit(
     `known`: the tasks that the run has. Raises `InvalidExperiment` or `InvalidValue` for what could not be run, before
     anybody is troubled: whoever works at the run has no time to hash files, or to pull images.
     """
-    given = [_task(one) for one in tasks]
-    new = [task for task in given if task.id not in known]
+    given = [_task(one, at) for at, one in enumerate(tasks)]
+    new = list({task.id: task for task in given if task.id not in known}.values())  # the same one twice is one
     check_tasks(experiment, new, known)
     return {
         "do": "submit",
@@ -354,11 +404,15 @@ def request_to_submit(
     }
 
 
-def _task(one: Task | Mapping[str, Any]) -> Task:
+def _all_text(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _task(one: Task | Mapping[str, Any], at: int) -> Task:
     try:
         return one if isinstance(one, Task) else Task.model_validate(one)
     except ValidationError as error:
-        raise InvalidValue("; ".join(str(fault) for fault in faults_of(error))) from error
+        raise InvalidValue("; ".join(str(fault) for fault in faults_of(error, ("tasks", at)))) from error
 
 
 def _digests_of(experiment: Experiment, tasks: Sequence[Task]) -> dict[str, str]:

@@ -78,7 +78,7 @@ class Metrics:
         attempt.executing = True
         self._begin(trial_id, attempt, now_s)
 
-    def executing(self, trial_id: str, now_s: float) -> None:
+    def executing(self, trial_id: str) -> None:
         """Its sandbox runs."""
         if attempt := self._in_flight.get(trial_id):
             attempt.executing = True
@@ -96,11 +96,11 @@ class Metrics:
     def committed(self, completion: TrialCompletion, now_s: float) -> None:
         self._end(completion.trial_id, now_s)
         self._between.pop(completion.trial_id, None)
-        self._use.commits += 1
-        self._use.row[2] += 1
         if completion.status is Status.SKIPPED:
             self._committed["skipped"] += 1
             return
+        self._use.commits += 1
+        self._use.row[2] += 1
         failed = completion.status is not Status.SUCCESS
         self._committed["failed" if failed else "completed"] += 1
         variant_id = completion.slot.variant_id
@@ -113,7 +113,14 @@ class Metrics:
         if self._alerts.failure_rate is not None:
             self._judge(variant_id, failed, self._alerts.failure_rate)
 
-    def set_depth(self, by_priority: Mapping[int, int], now_s: float) -> None:
+    def stood_still(self, seconds: float) -> None:
+        """What is in flight was frozen for so long: it has not run, and its time has not passed."""
+        for attempt in self._in_flight.values():
+            attempt.since_s += seconds
+        for trial_id in self._stuck_at_s:
+            self._stuck_at_s[trial_id] += seconds
+
+    def set_depth(self, by_priority: Mapping[int, int]) -> None:
         self._depth = dict(by_priority)
         limit = self._alerts.depth
         if limit is None:
@@ -218,7 +225,7 @@ class Metrics:
         executing = sum(attempt.executing for attempt in self._in_flight.values())
         between = Counter(self._between.values())
         in_flight = Counter(attempt.variant_id for attempt in self._in_flight.values())
-        known = len(self._in_flight) + len(self._between) + self._use.commits
+        known = len(self._in_flight) + len(self._between) + sum(self._committed.values())
         return {
             "elapsed_s": self._use.at_s,
             "submitted": self._submitted,
@@ -336,7 +343,7 @@ class _Distribution:
 
 
 class _Use:
-    """Seconds of workers, busy and in all, and commits: since the start, and in each of the last 60 seconds of it."""
+    """Seconds of workers, busy and in all, and commits of what ran: since the start, and in each of its last 60 s."""
 
     def __init__(self) -> None:
         self.at_s = 0.0  # since the start, as are the others

@@ -51,15 +51,18 @@ _READ_MESSAGE: Final = 1000  # characters of a message that are looked at: agent
 _MIN_ID: Final = 3  # characters of a task's id that is looked for in messages; "a" is in all of them
 
 # One statement is one snapshot. What was committed of a skipped slot is no attempt, though it may have had some.
-# Of a trial that was retried, the last try that is committed counts.
-_SUPERSEDED: Final = """
-    SELECT r.retry_of FROM schedule r JOIN commits d ON d.schedule_idx = r.schedule_idx WHERE r.retry_of IS NOT NULL"""
+# Of a trial that was retried, the last try that was run and is committed counts.
+_COUNTS: Final = """
+    s.schedule_idx NOT IN (
+        SELECT r.retry_of FROM schedule r JOIN commits d ON d.schedule_idx = r.schedule_idx
+        WHERE r.retry_of IS NOT NULL AND d.status != 'skipped')
+    AND NOT (s.retry_of IS NOT NULL AND c.status IS 'skipped')"""
 _QUERY: Final = f"""
     SELECT s.trial_id, s.variant_id, s.task_id, c.status, c.error_type, c.grade, a.completion
     FROM commits c
     JOIN schedule s ON s.schedule_idx = c.schedule_idx
     LEFT JOIN attempts a ON a.schedule_idx = c.schedule_idx AND a.attempt = c.attempt AND c.status != 'skipped'
-    WHERE c.schedule_idx NOT IN ({_SUPERSEDED})
+    WHERE {_COUNTS}
     ORDER BY c.schedule_idx"""
 
 
@@ -235,8 +238,8 @@ def report_of(folder: Path) -> Report:
         trials = [read.trial(*row) for row in store.query(_QUERY)]
         scheduled = dict(
             store.query(
-                f"""SELECT variant_id, count(*) FROM schedule WHERE schedule_idx NOT IN ({_SUPERSEDED})
-                    GROUP BY variant_id"""
+                f"""SELECT s.variant_id, count(*) FROM schedule s LEFT JOIN commits c ON c.schedule_idx = s.schedule_idx
+                    WHERE {_COUNTS} GROUP BY s.variant_id"""
             )
         )
         noted = store.query("SELECT data FROM events WHERE kind = 'pruned'")

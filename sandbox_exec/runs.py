@@ -28,8 +28,15 @@ from sandbox_exec.containment import require
 from sandbox_exec.contracts import Answer, Contract, Experiment, Rung, Slot, Status
 from sandbox_exec.control import ask
 from sandbox_exec.coordinator import Coordinator, Ending, RunCallback
-from sandbox_exec.dispatching import IMAGE, image_digests, images_in, limits_of
-from sandbox_exec.errors import InvalidArtifact, InvalidExperiment, InvalidValue, RunNotActive, SandboxUnavailable
+from sandbox_exec.dispatching import IMAGE, image_digests, images_in, limits_of, unseen_runs
+from sandbox_exec.errors import (
+    InvalidArtifact,
+    InvalidExperiment,
+    InvalidValue,
+    RunLocked,
+    RunNotActive,
+    SandboxUnavailable,
+)
 from sandbox_exec.experiment import (
     MISSING,
     changed_inputs,
@@ -41,7 +48,7 @@ from sandbox_exec.experiment import (
 )
 from sandbox_exec.graders import FUNCTIONS, hidden_from_agents, limits_of_graders
 from sandbox_exec.guest.view import remove_scratch
-from sandbox_exec.ledger import QUEUE, with_submitted
+from sandbox_exec.ledger import PURGED, QUEUE, figures_of, with_submitted
 from sandbox_exec.metrics import MetricsServer
 from sandbox_exec.orders import first_schedule, make_queue
 from sandbox_exec.sandbox import reaper
@@ -49,6 +56,7 @@ from sandbox_exec.sandbox.provider import chosen
 from sandbox_exec.sandbox.reaper import Reaped
 from sandbox_exec.store import Progress, RunStore, holder, write_atomic
 from sandbox_exec.store.db import DB_NAME
+from sandbox_exec.store.folders import COMPLETION
 
 ARTIFACTS: Final = "artifacts"  # in the run's folder: the unpacked agents, by the digest of their archive
 ANSWERS: Final = "answers.json"  # in the run's folder, if it only grades: by trial, the archive to grade
@@ -56,6 +64,8 @@ RUNS: Final = "runs"  # where runs are, beside where they are started
 STATUS_S: Final = 2.0  # for a coordinator to say what is in flight; else the database's word must do
 
 _RUN_ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_MOMENT_S: Final = 5.0  # for somebody who adds tasks to the run
+_LOOK_S: Final = 0.05
 _SLUG_CHARS: Final = 40  # of the experiment's name in a run's: what a person recognises
 _LAST_FAILURES: Final = 5
 _LOOK_BACK: Final = 1000  # commits among which the last failures are looked for: a status must not read them all
@@ -123,7 +133,7 @@ class RunStatus(Contract):
     in_flight: tuple[InFlight, ...]
     last_failures: tuple[Failure, ...] = Field(description="The latest committed ones, latest last.")
     lifecycle: Mapping[str, int] = Field(
-        description="Trials that are pending, assigned, executing, retrying, completed, failed or skipped."
+        description="Trials that are pending, assigned, executing, retrying, finished, completed, failed or skipped."
     )
     metrics: Mapping[str, Any] | None = Field(
         description="Depth, waits, throughput, failure rates and alerts; of the last coordinator, if none works at it."
@@ -168,8 +178,10 @@ def run(
     _check_run(experiment, workers, containment, backend)
     _check_artifacts(experiment)
     run_id = _checked_id(run_id) if run_id is not None else new_run_id(experiment.name)
-    store, frozen = make_run(experiment, Path(os.path.abspath(runs)) / run_id)
-    return _work(store, frozen, workers, containment, callbacks, backend, on_ready, keep_open, metrics_port)
+    folder = Path(os.path.abspath(runs)) / run_id
+    with _serving(folder, metrics_port) as server:
+        store, frozen = make_run(experiment, folder)
+        return _work(store, frozen, workers, containment, callbacks, backend, on_ready, keep_open, server)
 
 
 def make_run(
@@ -233,17 +245,19 @@ def continue_run(
     Raises `RunLocked` if another process does so already, `InvalidExperiment` with what changed if the inputs are
     not those that the run was made with.
     """
-    store = RunStore.open(Path(os.path.abspath(folder)))
+    store = _open(Path(os.path.abspath(folder)))
     try:
         experiment = Experiment.model_validate_json(store.run().experiment_json)
         progress = store.progress()
         if progress.committed < progress.slots or keep_open:
             _check_unchanged(store, experiment)
             _check_run(with_submitted(store, experiment), workers, containment, backend)
+        serving = _serving(store.folder, metrics_port)
     except BaseException:
         store.close()
         raise
-    return _work(store, experiment, workers, containment, callbacks, backend, on_ready, keep_open, metrics_port)
+    with serving as server:
+        return _work(store, experiment, workers, containment, callbacks, backend, on_ready, keep_open, server)
 
 
 def new_run_id(name: str) -> str:
@@ -278,8 +292,10 @@ def status_of(folder: PathLike) -> RunStatus:
         if owner is None and status in ("created", "running", "paused"):
             status, reason = "interrupted", "its coordinator is gone"
         known = {one["trial_id"]: one for one in live.get("in_flight", ())}
-        figures = live or control.metadata.get("last") or {}
-        now = time.time()
+        figures = live or control.metadata.get("last") or (figures_of(store) if owner is None else {})
+        active, now = store.active_since(), time.time()
+        # One whose attempt has ended waits for its turn to be committed. Who works at the run knows of it.
+        ended = {one.trial_id for one, _ in active if not live and (one.folder / COMPLETION).exists()}
         in_flight = [
             InFlight(
                 trial_id=trial.trial_id,
@@ -290,15 +306,14 @@ def status_of(folder: PathLike) -> RunStatus:
                 age_s=round(max(0.0, now - since), 3),
                 **_details(known.get(trial.trial_id, {})),
             )
-            for trial, since in store.active_since()
-            # One whose attempt has ended waits for its turn to be committed; only the coordinator knows.
-            if not live or trial.trial_id in known
+            for trial, since in active
+            if trial.trial_id in known or (not live and trial.trial_id not in ended)
         ]
         return RunStatus(
             run_id=run_id,
             folder=folder,
             status=live.get("status", status),
-            reason=reason,
+            reason=live.get("reason") or reason,
             created_at=created_at,
             owner=Owner(pid=owner.pid, host=owner.host, since=owner.since) if owner else None,
             slots=progress.slots,
@@ -306,7 +321,7 @@ def status_of(folder: PathLike) -> RunStatus:
             by_status=progress.by_status,
             in_flight=tuple(in_flight),
             last_failures=_last_failures(store, progress.committed, progress.by_status),
-            lifecycle=_lifecycle(progress, live),
+            lifecycle=_lifecycle(progress, live, len(ended)),
             metrics=figures.get("metrics"),
             lanes=figures.get("lanes"),
             queue=figures.get("queue"),
@@ -314,6 +329,25 @@ def status_of(folder: PathLike) -> RunStatus:
 
 
 # --- parts ---
+
+
+def _open(folder: Path) -> RunStore:
+    """Open a run to work at it. Who only adds to it holds it for a moment, and does not answer when it is asked."""
+    until_s = time.monotonic() + _MOMENT_S
+    while True:
+        try:
+            return RunStore.open(folder)
+        except RunLocked:
+            if time.monotonic() >= until_s or _live_status(folder):
+                raise
+            time.sleep(_LOOK_S)
+
+
+def _serving(folder: Path, port: int | None) -> contextlib.AbstractContextManager[MetricsServer | None]:
+    """Serve the metrics of a run, from before it is worked at: a port that is taken is told at once."""
+    if port is None:
+        return contextlib.nullcontext()
+    return contextlib.closing(MetricsServer(port, lambda: _metrics_text(folder)))
 
 
 def _work(
@@ -325,7 +359,7 @@ def _work(
     backend: WorkerBackend | None,
     on_ready: Callable[[Coordinator], None] | None,
     keep_open: bool = False,
-    metrics_port: int | None = None,
+    server: MetricsServer | None = None,
 ) -> RunSummary:
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -341,10 +375,7 @@ def _work(
             elif (why_not := sweep().no_engine) != "":
                 raise SandboxUnavailable(why_not)
         if backend is None:
-            at_once = workers or experiment.design.max_concurrency
-            # More may come than the schedule has now, where it grows.
-            grows = keep_open or experiment.design.order == "adaptive"
-            experiment = _at_once(experiment, at_once if grows else min(at_once, slots))
+            experiment = _at_once(experiment, workers or experiment.design.max_concurrency)
             backend = _local_backend(with_submitted(store, experiment), containment, store.folder)
         elif workers is not None:
             experiment = _at_once(experiment, workers)
@@ -359,9 +390,7 @@ def _work(
             answers=answers,
             keep_open=keep_open,
         )
-        if metrics_port is not None:
-            server = MetricsServer(metrics_port, lambda: _metrics_text(store.folder))
-            stack.callback(server.close)
+        if server is not None:
             store.event("metrics", port=server.port)
         if on_ready is not None:
             on_ready(coordinator)
@@ -418,7 +447,7 @@ def _local_backend(experiment: Experiment, containment: str, folder: Path) -> Lo
     in_docker = experiment.sandbox.kind == "docker"
     return LocalBackend(
         experiment.design.max_concurrency,
-        limits=() if in_docker else limits_of(experiment, [folder]),
+        limits=() if in_docker else limits_of(experiment, [unseen_runs(experiment, folder)]),
         graders=limits_of_graders(experiment),
         docker=in_docker,
         containment=containment,
@@ -573,11 +602,12 @@ def _metrics_text(folder: Path) -> str:
     return str(ask(folder, do="metrics", timeout_s=STATUS_S)["text"])
 
 
-def _lifecycle(progress: Progress, live: Mapping[str, Any]) -> dict[str, int]:
-    """From the database what is committed; how far the rest is, only a living coordinator knows."""
+def _lifecycle(progress: Progress, live: Mapping[str, Any], ended: int) -> dict[str, int]:
+    """From the database what is committed; how far the rest is, a living coordinator knows better."""
     skipped, completed = progress.by_status.get(Status.SKIPPED, 0), progress.by_status.get(Status.SUCCESS, 0)
     left = progress.slots - progress.committed
-    found = {"pending": left - progress.active, "assigned": progress.active, "executing": 0, "retrying": 0}
+    assigned = progress.active - ended
+    found = {"pending": left - progress.active, "assigned": assigned, "executing": 0, "retrying": 0, "finished": ended}
     if live:
         known = live["metrics"]["lifecycle"]
         found = {name: known[name] for name in ("pending", "assigned", "executing", "retrying", "finished")}
@@ -593,9 +623,11 @@ def _last_failures(store: RunStore, committed: int, by_status: Mapping[Status, i
         return ()
     rows = store.query(
         """SELECT s.trial_id, c.status, c.error_type FROM commits c JOIN schedule s ON s.schedule_idx = c.schedule_idx
-           WHERE c.schedule_idx >= ? AND c.status != ? ORDER BY c.schedule_idx DESC LIMIT ?""",
+           WHERE c.schedule_idx >= ? AND c.status != ? AND c.error_type IS NOT ?
+           ORDER BY c.schedule_idx DESC LIMIT ?""",
         committed - _LOOK_BACK,
         Status.SUCCESS.value,
+        PURGED,
         _LAST_FAILURES,
     )
     found = [Failure(trial_id=trial_id, status=Status(status), error_type=kind) for trial_id, status, kind in rows]

@@ -39,7 +39,9 @@ _DEAD: Final = """
     SELECT s.schedule_idx, s.trial_id, s.variant_id, s.task_id, s.repeat, c.status, c.error_type,
            (SELECT t.trial_id FROM schedule t WHERE t.retry_of = s.schedule_idx)
     FROM schedule s LEFT JOIN commits c ON c.schedule_idx = s.schedule_idx
-    WHERE c.status NOT IN (?, ?) OR c.error_type = ? OR s.schedule_idx = ?
+    LEFT JOIN withdrawn w ON w.schedule_idx = s.schedule_idx
+    WHERE c.status NOT IN (?, ?) OR w.kind = ? OR s.schedule_idx = ?
+       OR (s.retry_of IS NOT NULL AND c.status = 'skipped')
     ORDER BY s.schedule_idx"""
 
 
@@ -50,6 +52,7 @@ class DeadAttempt(Contract):
     status: Status
     error_type: str | None
     message: str
+    exit_code: int | None
     counted: bool = Field(description="Whether it was the agent's own; not one lost to something else.")
     folder: Path
 
@@ -121,8 +124,9 @@ def dead_letters(folder: PathLike) -> list[DeadLetter]:
 def retry_dead(folder: PathLike, trial_ids: Iterable[str]) -> dict[str, str]:
     """Schedule dead letters again. Return, by their names, those of the trials that try them again.
 
-    One that is committed stays so, and is tried again as a further repeat, after all that is scheduled; in reports the
-    later one stands for it. One that blocks the run gets further attempts.
+    One that is committed stays so, and is tried again as a further repeat, after all that is scheduled, with what was
+    skipped because it failed; in reports, and for tasks that are added later, the later one stands for it. One that
+    blocks the run gets further attempts.
     """
     dead = {letter.trial_id: letter for letter in dead_letters(folder)}
     names = list(dict.fromkeys(trial_ids))
@@ -172,7 +176,8 @@ def _change_here(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         experiment = Experiment.model_validate_json(store.run().experiment_json)
         answer = Ledger(store, experiment, time.monotonic).obey(request)
         control, progress = store.control(), store.progress()
-        if control.status == "completed" and progress.committed < progress.slots:
+        goes_on = control.status == "interrupted" and request["do"] in ("retry", "give_up")
+        if goes_on or (control.status == "completed" and progress.committed < progress.slots):
             kept = {**control.metadata, "reason": "there is more to do: continue the run"}
             store.set_control("interrupted", **kept)
     return answer
@@ -186,13 +191,14 @@ def _letter(store: RunStore, row: tuple[Any, ...], blocked: int | None, reasons:
         idx,
     )
     for number, its_status, its_error, counted, completion in rows:
-        error = json.loads(completion).get("error") or {}
+        its = json.loads(completion)
         attempts.append(
             DeadAttempt(
                 attempt=number,
                 status=Status(its_status),
                 error_type=its_error,
-                message=error.get("message", ""),
+                message=(its.get("error") or {}).get("message", ""),
+                exit_code=its.get("exit_code"),
                 counted=bool(counted),
                 folder=attempt_folder(store.folder, trial_id, number),
             )

@@ -6,6 +6,7 @@ bounded here, and for the author to read. The run's own status and blame do not 
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -14,14 +15,15 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from sandbox_exec.contracts import Contract, Slot, Status, TrialCompletion, Usage, derive_trial_id
-from sandbox_exec.guest.registry import ANSWER, CONFIG, FAULT, MAX_LEFT, MAX_SNAPSHOT, TRACES
-from sandbox_exec.store import Committed, RunStore, attempt_folder, read_json
+from sandbox_exec.contracts import AgentError, Contract, Slot, Status, TrialCompletion, Usage, derive_trial_id
+from sandbox_exec.guest.registry import ANSWER, CONFIG, FAULT, MAX_LEFT, MAX_SNAPSHOT, PART, TRACES
+from sandbox_exec.store import Committed, RunStore, attempt_folder, read_completion, read_json
 from sandbox_exec.trial.trace import MAX_LINE_BYTES, parse_json, parse_object, refuse_constant
 from sandbox_exec.units import MIB
 
 _MAX_KEPT: Final = 32 * MIB  # of snapshots of one trial
-_MAX_COMPONENTS: Final = 1000
+_MAX_COMPONENTS: Final = 1000  # with traces, and as many with a config
+_MAX_PARTS: Final = MAX_SNAPSHOT // PART + 1
 _MARK: Final = b'"component_'  # in each line that is of interest
 
 TrialStatus = Literal[
@@ -51,6 +53,7 @@ _OF_COMPONENT: Final[Mapping[str, tuple[TrialStatus, Component]]] = {
     "environment": ("environment_error", "environment"),
     "user": ("user_error", "user"),
 }
+_Name = tuple[str, str]  # category and name of a component
 _RENAMED: Final[Mapping[Status, TrialStatus]] = {
     Status.GRADE_ERROR: "evaluation_failed",
     Status.ENVIRONMENT_ERROR: "infra_error",
@@ -63,6 +66,7 @@ class TrialFault(Contract):
     type: str
     message: str
     component: Component | None = Field(default=None, description="None: in none of them, or nobody can tell.")
+    traceback: str | None = Field(default=None, description="None: it was no exception in Python.")
 
 
 class TrialUsage(Usage):
@@ -85,6 +89,7 @@ class TrialReport(Contract):
     traces: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
     config: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
     eval: Mapping[str, Any] | None = Field(default=None, description="score, passed, metrics, details. None: no grade.")
+    eval_error: TrialFault | None = Field(default=None, description="Why an evaluation that was tried gave no grade.")
     usage: TrialUsage | None = None
     attempts: int = Field(description="How many there were, those that were lost to the machine among them.")
 
@@ -101,111 +106,141 @@ def reports_of(run: str | os.PathLike[str]) -> list[TrialReport]:
             attempts[idx] += 1
             if idx in commits and commits[idx].attempt == attempt.attempt:
                 last[idx] = attempt.completion_json
+        skipped = [json.loads(data) for (data,) in store.query("SELECT data FROM events WHERE kind = 'skipped'")]
+        reasons = {event["trial_id"]: event["reason"] for event in skipped if event.get("reason")}
         return [
-            _report(folder, slot, commits[idx], last.get(idx), attempts[idx])
+            _report(folder, slot, commits[idx], last.get(idx), attempts[idx], reasons)
             for slot in store.slots()
             if (idx := slot.schedule_idx) in commits
         ]
 
 
-def _report(run: Path, slot: Slot, commit: Committed, completion_json: str | None, attempts: int) -> TrialReport:
+def _report(
+    run: Path, slot: Slot, commit: Committed, last: str | None, attempts: int, reasons: Mapping[str, str]
+) -> TrialReport:
+    trial_id = derive_trial_id(slot)
+    folder = attempt_folder(run, trial_id, commit.attempt)
+    streamed = Streamed(folder / "trace.jsonl")
     fields: dict[str, Any] = {
         "task_id": slot.task_id,
         "variant_id": slot.variant_id,
         "repeat": slot.repeat,
-        "trial_id": derive_trial_id(slot),
-        "attempts": attempts,
+        "trial_id": trial_id,
+        "traces": streamed.of(TRACES),
+        "config": streamed.of(CONFIG),
     }
-    if commit.status is Status.SKIPPED or completion_json is None:
-        fault = TrialFault(type=commit.error_type or "Skipped", message="the run decided not to run it")
-        return TrialReport(status="skipped", error=fault, **fields)
-    completion = TrialCompletion.model_validate_json(completion_json)
-    folder = attempt_folder(run, completion.trial_id, completion.attempt)
-    streamed = Streamed(folder / "trace.jsonl")
+    if commit.status is Status.SKIPPED or last is None:
+        # One that was killed as the run's time was over is not recorded as an attempt, but has left what it left.
+        killed = read_completion(folder).value
+        message = reasons.get(trial_id, "the run decided not to run it")
+        return TrialReport(
+            status="skipped",
+            error=TrialFault(type=commit.error_type or "Skipped", message=message),
+            usage=_usage(killed) if killed is not None else None,
+            attempts=attempts + (last is None and folder.exists()),
+            **fields,
+        )
+    completion = TrialCompletion.model_validate_json(last)
     status, error = _judged(completion, streamed.component)
-    said = completion.provider
+    grading = completion.grading
     return TrialReport(
         status=status,
         error=error,
         answer=read_json(folder / "out", ANSWER, MAX_LEFT).value,
-        traces=streamed.of(TRACES),
-        config=streamed.of(CONFIG),
         eval=completion.grade.model_dump() if completion.grade is not None else None,
-        usage=TrialUsage(
-            **dict(completion.usage), tokens=said.tokens if said else None, requests=said.requests if said else None
-        )
-        if completion.usage is not None
-        else None,
+        eval_error=_fault(grading.error, "evaluator") if grading is not None and grading.error is not None else None,
+        usage=_usage(completion),
+        attempts=attempts,
         **fields,
     )
 
 
+def _usage(completion: TrialCompletion) -> TrialUsage | None:
+    said, used = completion.provider, completion.usage
+    if used is None:
+        return None
+    return TrialUsage(**dict(used), tokens=said.tokens if said else None, requests=said.requests if said else None)
+
+
 def _judged(completion: TrialCompletion, claimed: str) -> tuple[TrialStatus, TrialFault | None]:
-    status: Any = _RENAMED.get(completion.status, completion.status.value)
-    component: Component | None = None
     if completion.ok:
         return "success", None
-    if completion.status is Status.AGENT_ERROR:
-        status, component = _OF_COMPONENT.get(claimed, _OF_COMPONENT["agent"])
-    elif completion.status is Status.GRADE_ERROR:
-        component = "evaluator"
-    if completion.error is not None:
-        kind, message = completion.error.type, completion.error.message
-    else:
+    status: Any = _RENAMED.get(completion.status, completion.status.value)
+    component: Component | None = None
+    match completion.status:
+        case Status.AGENT_ERROR:
+            status, component = _OF_COMPONENT.get(claimed, _OF_COMPONENT["agent"])
+        case Status.TASK_TIMEOUT if claimed in _OF_COMPONENT:
+            component = _OF_COMPONENT[claimed][1]
+        case Status.GRADE_ERROR:
+            component = "evaluator"
+    error = completion.error
+    if error is None:
         how = f"signal {completion.signal}" if completion.signal is not None else f"exit code {completion.exit_code}"
-        kind, message = "Ended", f"the process ended with {how}"
-    return status, TrialFault(type=kind, message=message, component=component)
+        error = AgentError(type="Ended", message=f"the process ended with {how}")
+    return status, _fault(error, component)
+
+
+def _fault(error: AgentError, component: Component | None) -> TrialFault:
+    traceback = error.traceback or None
+    return TrialFault(type=error.type, message=error.message, component=component, traceback=traceback)
 
 
 class Streamed:
-    """The last whole snapshot of each component in a trace, and the last word on whose fault it was."""
+    """The last whole snapshot of each component in a trace, and the last word on whose fault it was.
+
+    All in time that grows with the trace and no faster: who wrote it wants this to take for ever.
+    """
 
     def __init__(self, trace: Path) -> None:
         self.component = ""
-        self._kept: dict[tuple[str, str, str], tuple[int, Any]] = {}  # by type, category, name: its size, and it
-        self._parts: dict[tuple[str, str, str], list[str]] = {}
+        self._kept: dict[str, dict[_Name, tuple[int, Any]]] = {TRACES: {}, CONFIG: {}}  # its size, and it
+        self._parts: dict[tuple[str, _Name], tuple[int, list[str]]] = {}  # their size, and they
         self._size = 0
         for size, event in _events(trace):
-            key = (event.get("type"), event.get("category"), event.get("name"))
-            if event.get("type") == FAULT:
+            type_, name = event.get("type"), (event.get("category"), event.get("name"))
+            if type_ == FAULT:
                 self.component = str(event.get("component"))
-            elif key[0] in (TRACES, CONFIG) and all(isinstance(one, str) for one in key):
-                self._take(key, size, event)  # type: ignore[arg-type]  # all of it is text
+            elif type_ in (TRACES, CONFIG) and all(isinstance(one, str) for one in name):
+                self._take(type_, name, size, event)  # type: ignore[arg-type]  # all of it is text
 
     def of(self, type_: str) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for (kind, category, name), (_, data) in self._kept.items():
-            if kind == type_:
-                found.setdefault(category, {})[name] = data
+        for (category, name), (_, data) in self._kept[type_].items():
+            found.setdefault(category, {})[name] = data
         return found
 
-    def _take(self, key: tuple[str, str, str], size: int, event: dict[str, Any]) -> None:
+    def _take(self, type_: str, name: _Name, size: int, event: dict[str, Any]) -> None:
+        held, parts = self._parts.pop((type_, name), (0, []))
         if "text" not in event:
-            self._parts.pop(key, None)
-            self._keep(key, size, event.get("data"))
+            self._keep(type_, name, size, event.get("data"))
             return
         text, number, count = event["text"], event.get("part"), event.get("parts")
-        before = self._parts.pop(key, []) if number != 0 else []
-        if not isinstance(text, str) or number != len(before) or len(self._parts) >= _MAX_COMPONENTS:
+        if type(text) is not str or type(number) is not int or type(count) is not int:
             return
-        parts = [*before, text]
-        if sum(map(len, parts)) > MAX_SNAPSHOT:
+        if number == 0:
+            held, parts = 0, []
+        held += len(text)
+        if not number == len(parts) < count <= _MAX_PARTS or held > MAX_SNAPSHOT:
             return
-        if len(parts) != count:
-            self._parts[key] = parts
+        parts.append(text)
+        if len(parts) < count:
+            if len(self._parts) < _MAX_COMPONENTS:
+                self._parts[type_, name] = held, parts
             return
         try:
             whole = "".join(parts).encode()
-            self._keep(key, len(whole), parse_json(whole, parse_constant=refuse_constant))
+            self._keep(type_, name, len(whole), parse_json(whole, parse_constant=refuse_constant))
         except (ValueError, RecursionError):
             pass
 
-    def _keep(self, key: tuple[str, str, str], size: int, data: Any) -> None:
-        old = self._kept.get(key, (0, None))[0]
-        if self._size - old + size > _MAX_KEPT or (key not in self._kept and len(self._kept) >= _MAX_COMPONENTS):
+    def _keep(self, type_: str, name: _Name, size: int, data: Any) -> None:
+        kept = self._kept[type_]
+        old = kept.get(name, (0, None))[0]
+        if self._size - old + size > _MAX_KEPT or (name not in kept and len(kept) >= _MAX_COMPONENTS):
             return
         self._size += size - old
-        self._kept[key] = (size, data)
+        kept[name] = (size, data)
 
 
 def _events(trace: Path) -> Iterator[tuple[int, dict[str, Any]]]:

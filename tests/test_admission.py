@@ -32,7 +32,7 @@ unhurried = settings(deadline=None, max_examples=100)  # a busy machine is no fa
 
 def decided(bounds: Mapping[str, Any], waiting: Sequence[int], new: Sequence[int]) -> Admitted | Refused:
     """Submit slots of these priorities to those that wait, which are numbered from the oldest on."""
-    slots = sorted((Waiting(idx, priority, float(idx)) for idx, priority in enumerate(waiting)), key=lambda w: w[1])
+    slots = sorted((Waiting(idx, priority) for idx, priority in enumerate(waiting)), key=lambda w: w[1])
     return admit(QueueSettings(**bounds), Counter(waiting), Counter(new), lambda: slots)
 
 
@@ -79,7 +79,7 @@ def test_what_is_admitted(
             {"max_waiting": 5},
             [],
             [0] * 6,
-            "max_waiting is 5: 0 trials wait, so there is room for 5 and not for 6; submit at most 5 at once.",
+            "max_waiting is 5: 0 trials wait, so there is room for 5 and not for 6; submit them in parts.",
         ),
         (
             {"max_waiting": 3, "when_full": "displace"},
@@ -92,7 +92,7 @@ def test_what_is_admitted(
             {"max_waiting": 3, "when_full": "displace"},
             [0],
             [1, 1, 1, 1],
-            "max_waiting is 3: 1 trials wait, so there is room for 2 and not for 4; submit at most 3 at once. "
+            "max_waiting is 3: 1 trials wait, so there is room for 2 and not for 4; submit them in parts. "
             "Only 1 of a lower priority could make room; 2 must.",
         ),
         (
@@ -109,7 +109,7 @@ def test_what_is_admitted(
 def test_what_is_refused_and_what_the_submitter_is_told(
     bounds: dict[str, Any], waiting: list[int], new: list[int], reason: str
 ) -> None:
-    assert decided(bounds, waiting, new) == Refused(reason)
+    assert decided(bounds, waiting, new) == Refused(reason, never="in parts" in reason)
 
 
 def test_nobody_is_asked_to_go_where_there_is_room_or_no_way() -> None:

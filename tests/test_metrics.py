@@ -63,6 +63,8 @@ def tell(metrics: Metrics, step: Step, now_s: float) -> None:
             metrics.adopted(trial_id, "a", 1.0, now_s)
         case "committed":
             metrics.committed(completion, now_s)
+        case "executing":
+            metrics.executing(trial_id)
         case other:
             getattr(metrics, other)(trial_id, now_s)
 
@@ -134,7 +136,7 @@ def test_it_does_not_grow_with_the_trials() -> None:
         now_s = 100.0 + number
         completion = done(number, task=f"{number % 1500}")
         metrics.submitted(1)
-        metrics.set_depth({number % 3: number % 2}, now_s)
+        metrics.set_depth({number % 3: number % 2})
         metrics.assigned(completion.trial_id, "a", 0.5, now_s)
         metrics.retrying(completion.trial_id, now_s)
         metrics.assigned(completion.trial_id, "a", 0.5, now_s)
@@ -150,7 +152,7 @@ def test_it_does_not_grow_with_the_trials() -> None:
 
 def test_depth_and_what_is_in_flight() -> None:
     metrics = make()
-    metrics.set_depth({-10: 2, 10: 1, 0: 4}, 100.0)
+    metrics.set_depth({-10: 2, 10: 1, 0: 4})
     metrics.assigned("x", "b", 0.0, 100.0)
     metrics.assigned("y", "a", 0.0, 100.0)
     metrics.adopted("z", "b", 5.0, 100.0)
@@ -290,7 +292,7 @@ def test_depth_is_raised_once_and_cleared_below_four_fifths() -> None:
     metrics = make(depth=10)
     seen = []
     for depth in (9, 10, 30, 9, 8, 10, 7, 9, 0, 10):
-        metrics.set_depth({0: depth - 3, 1: 3}, 100.0)
+        metrics.set_depth({0: depth - 3, 1: 3})
         seen.append([(change["state"], change["depth"], change["limit"]) for change in metrics.check(100.0)])
     assert seen == [
         [], [("raised", 10, 10)], [], [], [], [], [("cleared", 7, 10)], [], [], [("raised", 10, 10)],
@@ -299,8 +301,8 @@ def test_depth_is_raised_once_and_cleared_below_four_fifths() -> None:
 
 def test_what_began_and_ended_between_two_checks_is_told() -> None:
     metrics = make(depth=1)
-    metrics.set_depth({0: 1}, 100.0)
-    metrics.set_depth({}, 101.0)
+    metrics.set_depth({0: 1})
+    metrics.set_depth({})
     assert brief(metrics.check(102.0)) == ["depth raised", "depth cleared"]
     assert metrics.check(103.0) == []
 
@@ -378,7 +380,7 @@ def test_the_failure_rate_is_of_a_full_window_of_one_variant() -> None:
 
 def test_without_limits_there_are_no_alerts() -> None:
     metrics = make()
-    metrics.set_depth({0: 10**6}, 100.0)
+    metrics.set_depth({0: 10**6})
     metrics.assigned("x", "a", 0.0, 100.0)
     for number in range(100):
         metrics.committed(done(number, Status.AGENT_ERROR), 100.0)
@@ -453,7 +455,7 @@ def a_snapshot() -> dict[str, Any]:
     metrics = make(depth=3, stuck_s=5.0)
     metrics.submitted(10)
     metrics.set_capacity(2, 100.0)
-    metrics.set_depth({0: 3, -10: 1}, 100.0)
+    metrics.set_depth({0: 3, -10: 1})
     awkward = 'q"\\\n{},= \N{SNOWMAN}'
     metrics.assigned("x", awkward, 0.25, 100.0)
     metrics.assigned("y", "a", 400_000.0, 100.0)

@@ -646,7 +646,8 @@ class Run:
         assert self.board.in_flight == self.in_flight
         waiting = [idx for idx in range(len(self.joined_s)) if not self.ended(idx) and idx not in self.in_flight]
         assert list(self.board.not_started()) == waiting
-        depth = Counter(self.case.task_of(self.slots[idx]).protocol.priority for idx in waiting)
+        may_start = [idx for idx in waiting if idx not in self.board.doomed]
+        depth = Counter(self.case.task_of(self.slots[idx]).protocol.priority for idx in may_start)
         assert self.board.depth == depth
         flying = Counter(self.slots[idx].variant_id for idx in self.in_flight)
         limits = {each.id: each.max_parallel_trials for each in self.case.variants}

@@ -372,11 +372,14 @@ def _circles(needs: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
                 del way[current]
 
 
-def faults_of(error: ValidationError) -> list[Fault]:
-    """What pydantic found in an experiment, in words for people: what stood there, and what is allowed."""
+def faults_of(error: ValidationError, within: Loc = ()) -> list[Fault]:
+    """What pydantic found in an experiment, in words for people: what stood there, and what is allowed.
+
+    `within`: where in an experiment that stood, if it was a part of one.
+    """
     faults = []
     for detail in error.errors(include_url=False):
-        loc, kind, value = _json_path(detail["loc"]), detail["type"], detail["input"]
+        loc, kind, value = _json_path((*within, *detail["loc"])), detail["type"], detail["input"]
         match kind:
             case "value_error":
                 text = detail["msg"].removeprefix("Value error, ")

@@ -22,12 +22,13 @@ ANSWER, LEFT = "answer.json", "traces.json"  # in /out: what the evaluation read
 MAX_LEFT = 4 << 20  # bytes of each: hostile JSON is some thirty times as large in an evaluator's memory
 MAX_SNAPSHOT = 4 << 20  # characters of JSON of one component; more is said to be too much
 STREAM_ROOM = 16 << 20  # characters in a trial: a quarter of what is kept of a trace, so that other events find room
-_PART = 256 << 10  # of a snapshot in one event: escaped, it is at most twice as long, and a line may have 1 MiB
+PART = 256 << 10  # of a snapshot in one event: escaped, it is at most twice as long, and a line may have 1 MiB
 _EVERY_S = 1.0  # between two snapshots that nobody asked for
 _MAX_DEPTH = 64  # readers of a trace refuse what is nested 128 deep
 _MAX_VALUES = 500_000  # in one snapshot: references that share values can be written out for ever
 _MAX_REPR = 10_000
-_MAX_INT = 10**300  # as everywhere: readers refuse more digits
+MAX_DIGITS = 300  # as everywhere: readers refuse more
+_MAX_INT = 10**MAX_DIGITS
 
 _encode = json_encoder()
 
@@ -96,13 +97,14 @@ class ComponentRegistry:
     def _gather(self, method: str) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for (category, name), component in list(self._components.items()):
-            gather = getattr(component, method, None)
-            if callable(gather):
-                try:
-                    said = as_json(gather())
-                except Exception as error:
-                    said = {"error": f"{type(error).__name__}: {_text(str, error)}"}
-                found.setdefault(category, {})[name] = said
+            try:
+                gather = getattr(component, method, None)
+                if not callable(gather):
+                    continue
+                said = as_json(gather())
+            except (Exception, SystemExit) as error:
+                said = {"error": f"{type(error).__name__}: {_text(str, error)}"}
+            found.setdefault(category, {})[name] = said
         return found
 
     def _snapshot(self, down_to: int) -> dict[str, dict[str, Any]]:
@@ -127,10 +129,10 @@ class ComponentRegistry:
             return
         self._room -= len(text)
         self._sent[type_, category, name] = text
-        if len(text) <= _PART:
+        if len(text) <= PART:
             self._emit(type_, category=category, name=name, data=data)
             return
-        parts = [text[at : at + _PART] for at in range(0, len(text), _PART)]
+        parts = [text[at : at + PART] for at in range(0, len(text), PART)]
         for number, part in enumerate(parts):
             self._emit(type_, category=category, name=name, part=number, parts=len(parts), text=part)
 
@@ -179,7 +181,7 @@ def _who() -> tuple[int, int]:
 def _text(how: Callable[[Any], str], value: Any) -> str:
     try:
         return how(value)[:_MAX_REPR]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"<{type(value).__name__}: {type(error).__name__} while printing it>"
 
 

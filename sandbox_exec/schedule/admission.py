@@ -26,7 +26,6 @@ class Waiting(NamedTuple):
 
     idx: int
     priority: int
-    submitted_s: float
 
 
 class Admitted(NamedTuple):
@@ -36,9 +35,13 @@ class Admitted(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Nothing of the submission may be added; `reason` is for the submitter, a line for each bound in the way."""
+    """Nothing of the submission may be added; `reason` is for the submitter, a line for each bound in the way.
+
+    `never`: not even if nothing waited, so that there is no use in waiting.
+    """
 
     reason: str
+    never: bool = False
 
 
 class Pressure(NamedTuple):
@@ -94,7 +97,11 @@ def admit(
                 displaced.append(goer.idx)
             if len(displaced) < len(comers):
                 faults.append(f"{text} Only {len(displaced)} of a lower priority could make room; {len(comers)} must.")
-    return Refused("\n".join(faults)) if faults else Admitted(tuple(displaced))
+    if not faults:
+        return Admitted(tuple(displaced))
+    bounds = [(count, settings.quota_of.get(priority)) for priority, count in new_by_priority.items()]
+    never = any(allowed is not None and count > allowed for count, allowed in [*bounds, (new, settings.max_waiting)])
+    return Refused("\n".join(faults), never)
 
 
 def pressure(settings: QueueSettings, waiting_by_priority: Mapping[int, int]) -> tuple[Pressure, ...]:
@@ -192,7 +199,7 @@ def _dependencies_first(tasks: Sequence[Task]) -> Iterable[Task]:
 
 def _too_many(bound: str, allowed: int, waiting: int, new: int) -> str:
     room = max(0, allowed - waiting)
-    what_to_do = "submit fewer, or again once some began" if new <= allowed else f"submit at most {allowed} at once"
+    what_to_do = "submit fewer, or again once some began" if new <= allowed else "submit them in parts"
     return f"{bound} is {allowed}: {waiting} trials wait, so there is room for {room} and not for {new}; {what_to_do}."
 
 

@@ -24,6 +24,7 @@ What is pruned or skipped follows from commits alone, see `scheduler.verdict_at_
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
 from bisect import bisect_right
@@ -121,7 +122,7 @@ class Board:
         self.in_flight: set[int] = set()
         self.doomed: dict[int, str] = {}  # not started and certain to be skipped: why
         self.next_to_commit = 0
-        self.depth: Counter[int] = Counter()  # what has not been started, by priority
+        self.depth: Counter[int] = Counter()  # what has not been started and is not doomed, by priority
         self.full: set[str] = set()  # variants at their limit
         self.capacity_warned = False  # set by who has shown the warning about the backend's capacity
 
@@ -143,7 +144,7 @@ class Board:
         self._needs: dict[int, tuple[int, ...]] = {}  # the slots that a slot depends on
         self._unmet: dict[int, int] = {}  # how many of them are not committed as success
         self._dependants: dict[int, list[int]] = {}
-        self._retries: set[int] = set()  # slots that are tried again on request
+        self._repeat_of: dict[int, int] = {}  # of slots that are tried again on request
         self._front = 0  # how many slots of `serial: first` the schedule begins with
         self._firsts: set[int] = set()  # those of them that have not ended
         self._first_queue: deque[int] = deque()  # in order; of those not in `_firsts`: stale
@@ -158,7 +159,7 @@ class Board:
             self._fly(idx)
         for idx, reason in (withdrawn or {}).items():
             if self._state[idx] == _WAITING:
-                self.doomed[idx] = reason
+                self._doom(idx, reason)
         if blocked is not None:
             self._leave(blocked)
             self.block(blocked)
@@ -166,8 +167,8 @@ class Board:
             self._leave(idx)
             self._record(idx, status)
         for idx in range(self.next_to_commit, self.ended_before):
-            if self._state[idx] == _WAITING and idx not in self._retries:
-                self.doomed[idx] = self._ended
+            if self._state[idx] == _WAITING and idx not in self._repeat_of:
+                self._doom(idx, self._ended)
         for idx in range(self.next_to_commit, len(slots)):
             self._offer(idx)
 
@@ -178,17 +179,12 @@ class Board:
         for idx in range(first, len(self.slots)):
             reason = self.pruned(idx) or self.failed_dependency(idx)
             if reason is not None:
-                self.doomed[idx] = reason
+                self._doom(idx, reason)
             self._offer(idx)
 
     def _append(self, slots: Sequence[Slot], submitted_s: Sequence[float], repeat_of: Mapping[int, int]) -> None:
-        wanted = {name for slot in slots for name in self._tasks[slot.task_id].depends_on}
-        place = {
-            Cell(slot.variant_id, slot.task_id, slot.repeat): idx
-            for idx, slot in enumerate(self.slots)
-            if slot.task_id in wanted
-        } if wanted else {}  # fmt: skip
-        self._retries |= repeat_of.keys()
+        self._repeat_of |= repeat_of
+        needs = self._needs_of(slots)
         for at, slot in enumerate(slots):
             idx, task = len(self.slots), self._tasks[slot.task_id]
             if slot.schedule_idx != idx:
@@ -210,23 +206,33 @@ class Board:
                 self._front += 1
                 self._firsts.add(idx)
                 self._first_queue.append(idx)
-            if task.id in wanted:
-                place[Cell(slot.variant_id, task.id, slot.repeat)] = idx
-            if task.depends_on:
-                self._depend(idx, task, slot.variant_id, repeat_of.get(idx, slot.repeat), place)
+            if idx in needs:
+                self._depend(idx, needs[idx])
 
-    def _depend(self, idx: int, task: Task, variant_id: str, repeat: int, place: Mapping[Cell, int]) -> None:
-        needs = []
-        for name in task.depends_on:
-            need = place.get(Cell(variant_id, name, repeat))
-            if need is None:
-                raise InvalidExperiment(
-                    f"task {task.id!r} depends on {name!r}, which is not scheduled before it for "
-                    f"variant {variant_id!r} and repeat {repeat}"
-                )
-            needs.append(need)
+    def _needs_of(self, slots: Sequence[Slot]) -> dict[int, tuple[int, ...]]:
+        # The slots that each of these slots, which are about to join, depends on. Of several tries, on the last one.
+        wanted = {name for slot in slots for name in self._tasks[slot.task_id].depends_on}
+        found: dict[int, tuple[int, ...]] = {}
+        place: dict[Cell, int] = {}
+        for slot in itertools.chain(self.slots, slots) if wanted else ():
+            idx, task = slot.schedule_idx, self._tasks[slot.task_id]
+            repeat = self._repeat_of.get(idx, slot.repeat)
+            if idx >= len(self.slots) and task.depends_on:
+                cells = [Cell(slot.variant_id, name, repeat) for name in task.depends_on]
+                for cell in cells:
+                    if cell not in place:
+                        raise InvalidExperiment(
+                            f"task {task.id!r} depends on {cell.task_id!r}, which is not scheduled before it for "
+                            f"variant {cell.variant_id!r} and repeat {repeat}"
+                        )
+                found[idx] = tuple(place[cell] for cell in cells)
+            if task.id in wanted:
+                place[Cell(slot.variant_id, task.id, repeat)] = idx
+        return found
+
+    def _depend(self, idx: int, needs: tuple[int, ...]) -> None:
         unmet = [need for need in needs if self._state[need] != _COMMITTED or not self._succeeded(need)]
-        self._needs[idx] = tuple(needs)
+        self._needs[idx] = needs
         if unmet:
             self._unmet[idx] = len(unmet)
             for need in unmet:
@@ -277,9 +283,18 @@ class Board:
                 if self._state[idx] in _NOT_STARTED:
                     yield idx
 
-    def is_waiting(self, idx: int) -> bool:
-        """Whether a slot has neither been started nor skipped."""
-        return self._state[idx] in _NOT_STARTED
+    def committed_as(self, idx: int) -> Status | None:
+        """Return what a slot was committed as; None: it is not committed."""
+        return _STATUSES[self._status[idx]] if self._state[idx] == _COMMITTED else None
+
+    def skipped_for(self, indices: Iterable[int]) -> list[int]:
+        """Return what was committed as skipped because it needs one of these slots, or one that was skipped so."""
+        missing, found = set(indices), []
+        for idx, needs in self._needs.items():  # in the order of the schedule
+            if self.committed_as(idx) is Status.SKIPPED and not missing.isdisjoint(needs):
+                missing.add(idx)
+                found.append(idx)
+        return found
 
     def priority(self, idx: int) -> int:
         return self._tasks[self.slots[idx].task_id].protocol.priority
@@ -289,8 +304,11 @@ class Board:
 
     def pruned(self, idx: int) -> str | None:
         """Return why the slot's variant is pruned, or the run is at its end; None: neither is."""
-        is_over = idx < self.ended_before and idx not in self._retries  # somebody asked for those
+        is_over = idx < self.ended_before and idx not in self._repeat_of  # somebody asked for those
         return self._variant_of[idx].pruned or (self._ended if is_over else None)
+
+    def is_pruned(self, variant_id: str) -> bool:
+        return self._variants[variant_id].pruned is not None
 
     def failed_dependency(self, idx: int) -> str | None:
         """Return a reason to skip the slot: its first dependency that is committed as other than success."""
@@ -305,7 +323,8 @@ class Board:
 
     def has_dependants(self, idx: int) -> bool:
         """Whether others wait for the slot to be committed as success."""
-        return any(self._state[one] in _NOT_STARTED for one in self._dependants.get(idx, ()))
+        waiting = (one for one in self._dependants.get(idx, ()) if one not in self.doomed)
+        return any(self._state[one] in _NOT_STARTED for one in waiting)
 
     # What the coordinator does.
 
@@ -338,7 +357,7 @@ class Board:
         self._land(idx, _WAITING)
         reason = self.pruned(idx) or self.failed_dependency(idx)
         if reason is not None:
-            self.doomed[idx] = reason
+            self._doom(idx, reason)
         else:
             self._held.add(idx)
             heappush(self._delayed, (not_before_s, idx))
@@ -393,7 +412,7 @@ class Board:
             return
         self.ended_before, self._ended = _ALL, reason
         for idx in list(self.not_started()):
-            if idx not in self._retries:
+            if idx not in self._repeat_of:
                 self._doom(idx, reason)
         self._trim()
 
@@ -413,10 +432,12 @@ class Board:
         if first is not None:
             may = not self.in_flight and self._state[first] == _READY and self._variant_of[first].id not in closed
             return first if may else None
-        gate = self._gate
+        gate, self._gate = self._gate, None
         if gate is not None and self._state[gate] == _READY:
-            return gate if not self.in_flight and self._variant_of[gate].id not in closed else None
-        self._gate = None
+            if self._variant_of[gate].id not in closed:
+                self._gate = gate
+                return None if self.in_flight else gate
+            self._put(gate)  # its lane is shut: others do not wait for that
         idx = self.queue.take(now_s, closed)
         if idx is None:
             return None
@@ -449,15 +470,12 @@ class Board:
         if before != state:
             variant = self._variant_of[idx]
             variant.ready += (state == _READY) - (before == _READY)
-            self._watch_depth(idx, (state <= _READY) - (before <= _READY))
+            if idx not in self.doomed:
+                self.depth[self.priority(idx)] += (state <= _READY) - (before <= _READY)
             if _IN_FLIGHT in (before, state):
                 variant.in_flight += 1 if state == _IN_FLIGHT else -1
                 is_full = variant.limit is not None and variant.in_flight >= variant.limit  # more, if adopted
                 (self.full.add if is_full else self.full.discard)(variant.id)
-
-    def _watch_depth(self, idx: int, change: int) -> None:
-        if change:
-            self.depth[self.priority(idx)] += change
 
     def _fly(self, idx: int) -> None:
         self._move(idx, _IN_FLIGHT)
@@ -480,11 +498,14 @@ class Board:
             return
         self._move(idx, _READY)
         if idx not in self._firsts:
-            slot, protocol = self.slots[idx], self._tasks[self.slots[idx].task_id].protocol
-            submitted_s = self._submitted_s[idx]
-            due_s = None if protocol.deadline_s is None else submitted_s + protocol.deadline_s
-            cell = Cell(slot.variant_id, slot.task_id, slot.repeat)
-            self.queue.put(Entry(idx, cell, protocol.priority, submitted_s, due_s))
+            self._put(idx)
+
+    def _put(self, idx: int) -> None:
+        slot, protocol = self.slots[idx], self._tasks[self.slots[idx].task_id].protocol
+        submitted_s = self._submitted_s[idx]
+        due_s = None if protocol.deadline_s is None else submitted_s + protocol.deadline_s
+        cell = Cell(slot.variant_id, slot.task_id, slot.repeat)
+        self.queue.put(Entry(idx, cell, protocol.priority, submitted_s, due_s))
 
     def _leave(self, idx: int) -> None:
         # It has ended: what waited for that goes on.
@@ -518,7 +539,6 @@ class Board:
         self._move(idx, _COMMITTED)
         self._status[idx] = _CODES[status]
         self._reasons.pop(idx, None)
-        self._needs.pop(idx, None)
         self._unmet.pop(idx, None)
         self.next_to_commit += 1
         for dependant in self._dependants.pop(idx, ()):
@@ -559,6 +579,8 @@ class Board:
         self.queue.discard(idx)
         self._move(idx, _WAITING)
         self._held.discard(idx)
+        if idx not in self.doomed:
+            self.depth[self.priority(idx)] -= 1
         self.doomed[idx] = reason
 
     def _trim(self) -> None:

@@ -24,6 +24,7 @@ from sandbox_exec.contracts.words import Cell, Task
 from sandbox_exec.schedule.queues import Entry, SequentialQueue
 
 _FEW: Final = 64  # stale items that are not worth a rebuild
+_AT_ONCE: Final = 1000  # promotions at one take: if more are due together, the rest come with the next
 
 
 class PriorityQueue(SequentialQueue):
@@ -64,7 +65,10 @@ class PriorityQueue(SequentialQueue):
 
     def take(self, now_s: float, closed: Collection[str] = ()) -> int | None:
         self._now_s = now_s
-        while (due := self._promotions.first()) is not None and due[0] <= now_s:
+        for _ in range(_AT_ONCE):
+            due = self._promotions.first()
+            if due is None or due[0] > now_s:
+                break
             self._place(self._entries[due[1]])
         found = _first(self._deadlines, closed)
         if found is None or found[0] - self._urgent_within_s > now_s:

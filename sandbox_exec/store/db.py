@@ -20,6 +20,7 @@ import ctypes
 import json
 import os
 import sqlite3
+import sys
 import time
 import weakref
 from collections import Counter
@@ -330,10 +331,15 @@ class RunStore:
                 (status, canonical(metadata), self._now()),
             )
 
-    def event(self, kind: str, **data: Any) -> None:
-        """Note something that happened to the run, with values that JSON has."""
+    def now(self) -> float:
+        """The time that its records are stamped with."""
+        return self._now()
+
+    def event(self, kind: str, at: float | None = None, /, **data: Any) -> None:
+        """Note something that happened to the run, now or `at` a time before, with values that JSON has."""
+        row = (self._now() if at is None else at, kind, canonical(data))
         with self._transaction("event") as db:
-            db.execute("INSERT INTO events (at, kind, data) VALUES (?, ?, ?)", (self._now(), kind, canonical(data)))
+            db.execute("INSERT INTO events (at, kind, data) VALUES (?, ?, ?)", row)
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Yield the events with a larger id than `after`, in order."""
@@ -404,12 +410,13 @@ class RunStore:
             _clear(db, completion)
         return True
 
-    def attempts(self, first: int = 0) -> Iterator[Attempt]:
-        """Yield the attempts of the slots from `first` on, by slot and number."""
+    def attempts(self, first: int = 0, last: int | None = None) -> Iterator[Attempt]:
+        """Yield the attempts of the slots from `first` to `last`, or to the end, by slot and number."""
         rows = self.query(
             """SELECT schedule_idx, attempt, status, error_type, counted, completion
-               FROM attempts WHERE schedule_idx >= ? ORDER BY schedule_idx, attempt""",
+               FROM attempts WHERE schedule_idx >= ? AND schedule_idx <= ? ORDER BY schedule_idx, attempt""",
             first,
+            sys.maxsize if last is None else last,
         )
         for idx, attempt, status, error_type, counted, completion in rows:
             yield Attempt(idx, attempt, Status(status), error_type, bool(counted), completion)
