@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 from sandbox_exec import Benchmark
@@ -89,7 +90,13 @@ class Shopping(Benchmark):
 
     def evaluate(self, task: Task, evaluators: Any, answer: Any, traces: dict[str, Any]) -> dict[str, Any]:
         right = answer == task["evaluation"]
-        return {"score": float(right), "passed": right, "questions": traces["user"]["user"]["asked"]}
+        return {"score": float(right), "passed": right, "questions": questions(traces)}
+
+
+def questions(traces: Mapping[str, Any]) -> Any:
+    """How often the customer was asked. The agent's process says so, and an agent can make it say anything."""
+    said = traces.get("user", {}).get("user")
+    return said.get("asked") if isinstance(said, dict) else None
 
 
 TASKS = [
@@ -116,11 +123,10 @@ def main(runs: str) -> None:
     reports = Shopping().run(TASKS, variants=AGENTS, max_workers=2, sandbox={"memory": "128MiB"}, runs=runs)
     print("task   agent     status             score  questions")
     for report in reports:
-        score, questions = "-", report.traces["user"]["user"]["asked"]
-        if report.eval is not None:
-            score = f"{report.eval['score']:g}"
+        score = f"{report.eval['score']:g}" if report.eval is not None else "-"
+        asked = questions(report.traces)
         why = f"  {report.error.component}: {report.error.type} {report.error.message}" if report.error else ""
-        print(f"  {report.task_id:<6} {report.variant_id:<9} {report.status:<18} {score:>3}  {questions}{why}")
+        print(f"  {report.task_id:<6} {report.variant_id:<9} {report.status:<18} {score:>3}  {asked}{why}")
 
 
 if __name__ == "__main__":

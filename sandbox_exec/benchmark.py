@@ -145,6 +145,7 @@ class Benchmark(ABC):
         given = _given(variants or {type(self).__name__: {}})
         data = {key: value.pop("data", None) for key, value in given.items()}
         own = self._for_agents()
+        self._check_pickle()
         sandbox = sandbox or {}
         experiment = Experiment(
             name=name or type(self).__name__,
@@ -178,7 +179,8 @@ class Benchmark(ABC):
 
         from sandbox_exec.errors import InvalidValue
 
-        kind, hidden = type(self).__name__, self.evaluation_only
+        kind = type(self).__name__
+        hidden: Any = self.evaluation_only
         if isinstance(hidden, str) or not set(hidden) <= set(vars(self)):
             raise InvalidValue(
                 f"{kind}.evaluation_only is {hidden!r}; it is a tuple of names of the object's own attributes, which "
@@ -466,7 +468,8 @@ def _work(
     def ready(coordinator: Any) -> None:
         nonlocal folder
         folder = coordinator.store.folder
-        write_atomic(folder / MADE_WITH, dumps(made_with).encode())
+        if not (folder / MADE_WITH).exists():
+            write_atomic(folder / MADE_WITH, dumps(made_with).encode())
         if on_ready is not None:
             on_ready(coordinator)
 
@@ -476,7 +479,7 @@ def _work(
         _check_same(folder, experiment, made_with)
         return continue_run(folder, workers=workers, on_ready=ready, **how)
     except KeyboardInterrupt as interrupt:
-        if folder is not None:
+        if folder is not None and (folder / DB_NAME).exists():
             interrupt.add_note(f"the run is in {folder}; the same call with run_id={folder.name!r} goes on")
         raise
 
@@ -521,8 +524,9 @@ def _given(variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
 
     from sandbox_exec.errors import InvalidValue
 
-    if not isinstance(variants, Mapping) or not all(isinstance(one, Mapping) for one in variants.values()):
-        raise InvalidValue(f"variants is {variants!r:.200}; it is a dict, by id, of dicts of settings")
+    rows: Any = variants
+    if not isinstance(rows, Mapping) or not all(isinstance(one, Mapping) for one in rows.values()):
+        raise InvalidValue(f"variants is {rows!r:.200}; it is a dict, by id, of dicts of settings")
     for key, one in variants.items():
         if own := {"id", "agent"} & set(one):
             raise InvalidValue(
@@ -537,9 +541,7 @@ def _check_graders(experiment: Experiment) -> None:
 
     for task in experiment.tasks:
         if task.grading is not None and (task.grading.command or task.grading.python):
-            raise InvalidValue(
-                f"task {task.id!r} has a grader of its own: tasks of a benchmark are graded by evaluate()"
-            )
+            raise InvalidValue(f"task {task.id!r} has a grader of its own: the grader of a benchmark is evaluate()")
 
 
 def _apart(tasks: Iterable[Task | Mapping[str, Any]]) -> tuple[list[Any], dict[str, str]]:

@@ -127,7 +127,7 @@ def unseen_runs(experiment: Experiment, folder: Path) -> Path:
     """
     runs = os.path.realpath(folder.parent)
     beside = [experiment.base / path for path in experiment.sandbox.readable]
-    needed = [*sys.path, sys.prefix, sys.base_prefix, experiment.base, *beside]
+    needed = [*map(Path, sys.path), Path(sys.prefix), Path(sys.base_prefix), experiment.base, *beside]
     return folder if any(Path(os.path.realpath(path)).is_relative_to(runs) for path in needed) else folder.parent
 
 

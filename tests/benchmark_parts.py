@@ -49,6 +49,8 @@ class Fates(Benchmark):
     def setup_environment(self, task: Task) -> Any:
         if task["input"] == "setup_environment":
             raise OSError("no such world")
+        if task["input"] == "lambda on a dict":
+            return {"here": 1}
         world = Part("world")
         if task["input"] == "by hand":
             self.registry.register("environment", "shop", world)
@@ -63,16 +65,28 @@ class Fates(Benchmark):
     def setup_agents(self, task: Task, environment: Any, user: Any) -> Any:
         if task["input"] == "setup_agents":
             raise OSError("no model")
+        if task["input"] == "killed in setup_agents":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if task["input"] == "two names":
+            solver = Part("solver")
+            return {"solver": solver, "helper": solver}
         return {"solver": Part("solver"), "helper": Part("helper")}
 
     def run_agents(self, task: Task, agents: Any, environment: Any, user: Any) -> Any:
         agent, fail = agents["solver"], Helper().fail
+        match task["input"]:
+            case "function":
+                return _solve(environment, fail)
+            case "lambda on a dict":
+                return (lambda world: world["there"])(environment)
+            case "killed at once":
+                os.kill(os.getpid(), signal.SIGKILL)
         agent.act(environment.act)
         user.act()
         self.registry.snapshot()
         match task["input"]:
             case "well":
-                context().usage(tokens=120)
+                context().usage(tokens=120, requests=2)
             case "agent":
                 agent.act(fail)
             case "environment" | "by hand":
@@ -92,16 +106,22 @@ class Fates(Benchmark):
             case "killed":
                 agent.act()  # after the last snapshot
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "late":
+            case "killed after a step":
                 agent.act()
-                while True:
-                    signal.pause()
+                self.registry._last_s = -1.0  # long ago
+                context().trace("step")
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "late":
+                agent.act(_wait)
+            case "late environment":
+                agent.act(lambda: environment.act(_wait))
             case "late and deaf":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                while True:
-                    signal.pause()
+                _wait()
             case "no json":
                 return {1, 2}
+            case "large answer":
+                return "x" * (4 << 20)
             case "forges":
                 context().trace("component_fault", component=["environment"])
                 context().trace("component_traces", category="agents", name=["x"], data=1)
@@ -133,6 +153,16 @@ class Fates(Benchmark):
             "seen": {"answer": answer, "evaluation": task["evaluation"], "agent": task["agent"]["status"]},
             "odd": {1},
         }
+
+
+def _solve(environment: Part, then: Any) -> Any:
+    """An agent that is a function, and not a method of what it is given."""
+    return then()
+
+
+def _wait() -> NoReturn:
+    while True:
+        signal.pause()
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -659,6 +659,15 @@ class Held:
         self.clock.advance(seconds)
         self.backend.wake()
 
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Let a second pass at a time."""
+
+        def is_so() -> bool:
+            self.wait(1.0)
+            return bool(condition())
+
+        spin_until(is_so, "what is waited for")
+
     def status(self) -> RunStatus:
         return status_of(self.folder)
 

@@ -113,13 +113,28 @@ def test_one_that_raises_is_recorded_and_spoils_nothing() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
+    class Exiting(Exception):
+        def __str__(self) -> str:
+            raise SystemExit("now")
+
+    class Odd:
+        @property
+        def gather_traces(self) -> Any:
+            raise OSError("no such method")
+
     found = ComponentRegistry()
     found.register("tools", "bad", Raising(KeyError("x")))
     found.register("tools", "worse", Raising(Unprintable()))
+    found.register("tools", "exits", Raising(SystemExit("enough")))
+    found.register("tools", "exits twice", Raising(Exiting()))
+    found.register("tools", "odd", Odd())
     found.register("tools", "good", Component("fine", "too"))
     assert found.gather_traces()["tools"] == {
         "bad": {"error": "KeyError: 'x'"},
         "worse": {"error": "Unprintable: <Unprintable: RuntimeError while printing it>"},
+        "exits": {"error": "SystemExit: enough"},
+        "exits twice": {"error": "Exiting: <Exiting: SystemExit while printing it>"},
+        "odd": {"error": "OSError: no such method"},
         "good": "fine",
     }
     assert found.gather_config()["tools"]["good"] == "too"
