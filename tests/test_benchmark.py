@@ -253,6 +253,7 @@ def test_a_grade_is_a_number_or_a_dict_with_a_score(said: Any, grade: dict[str, 
         (10**400, "return a finite number"),
         ({"score": 1, "metrics": [1, 2]}, r"metrics that are \[1, 2\]; they are a dict of numbers"),
     ],
+    ids=["text", "no score", "text as score", "infinite", "too large", "metrics"],
 )
 def test_what_is_no_grade_is_told(said: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
