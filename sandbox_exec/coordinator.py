@@ -70,7 +70,7 @@ from sandbox_exec.ledger import Ledger, Submitted, request_to_submit
 from sandbox_exec.metrics import Metrics, prometheus
 from sandbox_exec.schedule.admission import Watermarks
 from sandbox_exec.schedule.board import Board
-from sandbox_exec.schedule.retries import LONGEST_RETRY_AFTER_S, NextAttempt, RetryPolicy, timeout_factor
+from sandbox_exec.schedule.retries import NextAttempt, RetryPolicy, timeout_factor
 from sandbox_exec.schedule.scheduler import OVER, Decisions, decide, verdict_at_commit
 from sandbox_exec.store import CommitRow, RunStore, attempt_folder, read_completion
 from sandbox_exec.store.folders import TRIALS
@@ -506,7 +506,7 @@ class Coordinator:
                 slot.variant_id,
                 now_s,
                 started_s=trial.began_s,
-                retry_after_s=min(completion.retry_after_s or 0.0, LONGEST_RETRY_AFTER_S),
+                retry_after_s=completion.retry_after_s or 0.0,
                 jitter_s=seed / 2**32,
             )
             self._note("rate_limited", trial_id=completion.trial_id, retry_after_s=completion.retry_after_s)

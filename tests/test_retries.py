@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sandbox_exec.contracts.queue import LONGEST_RETRY_AFTER_S
 from sandbox_exec.contracts.status import STATUS_TABLE, Retry, Status
 from sandbox_exec.contracts.words import TaskProtocol
 from sandbox_exec.schedule import retries
@@ -119,7 +120,7 @@ def test_a_rate_limit_that_names_no_time_backs_off() -> None:
 def test_an_agent_cannot_keep_a_trial_alive_by_rate_limits() -> None:
     following = after(LIMITED, retry_after_s=1e9)
     assert following is not None
-    assert following.after_s <= retries.LONGEST_RETRY_AFTER_S + 1
+    assert following.after_s <= LONGEST_RETRY_AFTER_S + 1
     assert after(*[LIMITED] * retries.RATE_LIMITED_ATTEMPTS) is None
 
 

@@ -82,7 +82,7 @@ def test_events_are_kept_in_order_and_can_be_read_from_where_one_was(store: RunS
     assert list(store.events(after=first.id)) == [second]
 
 
-def test_an_active_trial_is_there_until_its_attempt_is_recorded_committed_or_cleared(store: RunStore) -> None:
+def test_an_active_trial_is_there_until_its_attempt_is_recorded_or_committed(store: RunStore) -> None:
     trials = [active(store.folder, idx) for idx in range(3)]
     for trial in trials:
         store.record_dispatch(trial, started_at=7.0)
@@ -92,8 +92,6 @@ def test_an_active_trial_is_there_until_its_attempt_is_recorded_committed_or_cle
     assert store.active() == [trials[0], trials[2]]
     store.commit([row(0)])
     assert store.active() == [trials[2]]
-    store.clear_active(trials[2])
-    assert store.active() == []
 
 
 def test_a_run_that_was_moved_finds_its_active_trials_where_it_is_now(store: RunStore, tmp_path: Path) -> None:
@@ -510,10 +508,6 @@ def write_dispatch(store: RunStore) -> None:
     store.record_dispatch(active(store.folder, 2), started_at=1.0)
 
 
-def write_clear(store: RunStore) -> None:
-    store.clear_active(active(store.folder, 1))
-
-
 def write_control(store: RunStore) -> None:
     store.set_control("paused", label="lunch")
 
@@ -529,7 +523,7 @@ def write_batch(store: RunStore) -> None:
         store.commit([row(1, attempt=2)])
 
 
-WRITES = [write_commit, write_attempt, write_dispatch, write_clear, write_control, write_event, write_batch]
+WRITES = [write_commit, write_attempt, write_dispatch, write_control, write_event, write_batch]
 
 
 def killer(point: str) -> Callable[[str], None]:

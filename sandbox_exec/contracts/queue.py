@@ -13,6 +13,7 @@ from sandbox_exec.contracts.limits import Count
 from sandbox_exec.errors import InvalidValue
 
 LEVELS: Final[Mapping[str, int]] = MappingProxyType({"low": -10, "normal": 0, "high": 10, "critical": 20})
+LONGEST_RETRY_AFTER_S: Final = 3600.0  # that a provider, or an agent in its name, can ask for
 WINDOW_S: Final = 60.0  # what "a minute" is in a lane's limits: any 60 seconds, not those of the clock
 
 

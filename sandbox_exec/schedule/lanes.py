@@ -20,10 +20,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from sandbox_exec.contracts.queue import WINDOW_S, LaneSettings
+from sandbox_exec.contracts.queue import LONGEST_RETRY_AFTER_S, WINDOW_S, LaneSettings
 from sandbox_exec.contracts.words import Variant
 
-_MAX_BLOCK_S: Final = 3600.0  # what a provider, or an agent in its name, can ask for
 _MAX_PUSH_S: Final = 600.0  # a claim delays the next start by no more: a lie must not stop a lane
 _MAX_CLAIM: Final = 2**53  # in a lane without a limit: what JSON holds exactly
 _IDLE_S: Final = 1.0  # a start later than it could have been by more was not held back by the lane
@@ -97,7 +96,7 @@ class Lane:
         that began after the last halving can say that the halved limit is too high as well.
         """
         self.refusals += 1
-        wait_s = min(_MAX_BLOCK_S, max(0.0, retry_after_s)) + jitter_s
+        wait_s = min(LONGEST_RETRY_AFTER_S, max(0.0, retry_after_s)) + jitter_s
         self._blocked_until_s = max(self._blocked_until_s, now_s + wait_s)
         self._successes = 0
         if self.settings.adaptive and self.limit is not None and started_s > self._halved_s:

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from sandbox_exec.contracts.queue import LONGEST_RETRY_AFTER_S
 from sandbox_exec.contracts.status import Retry, Status
 from sandbox_exec.contracts.words import TaskProtocol, derive_seed
 
 FIRST_WAIT_S: Final = 1.0  # an engine that restarts, or a lost worker, is back in about that
 LONGEST_WAIT_S: Final = 60.0  # of our own waits: a run that recovered should not idle for long
-LONGEST_RETRY_AFTER_S: Final = 3600.0  # providers' windows are minutes, or an hour at most
 RATE_LIMITED_ATTEMPTS: Final = 100  # a provider that is that busy is down
 MAX_DOUBLINGS: Final = 16  # of the time for a task: 65 536 times; more overflows sooner than it helps
 

@@ -371,11 +371,6 @@ class RunStore:
                     f"slot {trial.slot.schedule_idx}, attempt {trial.attempt}: another attempt is in flight"
                 )
 
-    def clear_active(self, trial: ActiveTrial | TrialCompletion) -> None:
-        """Note that an attempt is not in flight. `record_attempt` and `commit` do this too."""
-        with self._transaction("clear") as db:
-            _clear(db, trial)
-
     def active(self) -> list[ActiveTrial]:
         """Return the attempts in flight, in the order of the schedule."""
         return [trial for trial, _ in self.active_since()]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from sandbox_exec.contracts import Limits, ProviderUse
+from sandbox_exec.contracts.queue import LONGEST_RETRY_AFTER_S
 from sandbox_exec.sandbox.base import Stream
 from sandbox_exec.trial.trace import MAX_LINE_BYTES, parse_object
 
 _FILES: dict[Stream, str] = {"stdout": "stdout.log", "stderr": "stderr.log", "trace": "trace.jsonl"}
 _MOST: Final = 10**12  # of tokens and requests: more than any trial has, and nobody's arithmetic overflows
-_LONGEST_S: Final = 3600.0  # providers' windows are minutes, or an hour at most
 
 
 class Signals:
@@ -50,7 +50,7 @@ class Signals:
         self.wait(event.get("retry_after_s"))
 
     def wait(self, retry_after_s: Any) -> None:
-        wait_s = _number(retry_after_s, _LONGEST_S)
+        wait_s = _number(retry_after_s, LONGEST_RETRY_AFTER_S)
         if wait_s is not None:
             self.retry_after_s = max(self.retry_after_s or 0.0, float(wait_s))
 
