@@ -438,7 +438,7 @@ def pause(name: Run, runs: Runs = "runs", json: Json = False) -> None:
     """
     answer = _ask(name, runs, do="pause")
     if answer["status"] == "paused":
-        _say(answer, json, f"paused; trials in flight that are frozen: {answer['frozen']}")
+        _say(answer, json, f"paused; trials in flight that stand still: {answer['frozen']}")
         return
     _say(answer, json, f"interrupted: these did not freeze: {', '.join(answer.get('survivors', ()))}")
     raise typer.Exit(INTERRUPTED)

@@ -18,7 +18,7 @@ from pydantic import Field
 from sandbox_exec.contracts import AgentError, Contract, Slot, Status, TrialCompletion, Usage, derive_trial_id
 from sandbox_exec.guest.registry import ANSWER, CONFIG, FAULT, MAX_LEFT, MAX_SNAPSHOT, PART, TRACES
 from sandbox_exec.store import Committed, RunStore, attempt_folder, read_completion, read_json
-from sandbox_exec.trial.trace import MAX_LINE_BYTES, parse_json, parse_object, refuse_constant
+from sandbox_exec.trial.trace import MAX_LINE_BYTES, parse_json, parse_object
 from sandbox_exec.units import MIB
 
 _MAX_KEPT: Final = 32 * MIB  # of snapshots of one trial
@@ -230,7 +230,7 @@ class Streamed:
             return
         try:
             whole = "".join(parts).encode()
-            self._keep(type_, name, len(whole), parse_json(whole, parse_constant=refuse_constant))
+            self._keep(type_, name, len(whole), parse_json(whole, finite=True))
         except (ValueError, RecursionError):
             pass
 

@@ -318,7 +318,9 @@ def test_a_trial_that_blocks_is_shown_retried_and_dropped(bench: Bench, call: Ca
     assert (status, attempts, retried_as, blocks) == ("agent_error", "1", "-", "yes")
     shown = call("dead", "show", bench.run, "v.bad").out
     assert "blocks      the run stands still until it is retried or dropped\n" in shown
-    assert re.search(rf"^attempt 1   agent_error\n +{bench.run}/trials/{trial}/attempt-1$", shown, re.MULTILINE)
+    assert re.search(
+        rf"^attempt 1   agent_error, exit code \d+\n +{bench.run}/trials/{trial}/attempt-1$", shown, re.MULTILINE
+    )
 
     assert call("dead", "retry", bench.run, "v.bad") == Done(0, f"{trial} gets further attempts\n{bench.hint}", "")
     assert call("dead", "list", bench.run).out == "no dead letters\n"

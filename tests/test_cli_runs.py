@@ -359,7 +359,7 @@ def test_stop_now_kills_and_returns_when_the_run_is_free(bench: Bench, call: Cal
 def test_a_paused_run_that_is_drained_finishes_what_is_frozen(bench: Bench, call: Callable[..., Done]) -> None:
     with bench.run() as program:
         bench.meeting.expect("t0", "t1")
-        assert call("pause", bench.run_folder).out == "paused; 2 trials in flight are frozen\n"
+        assert call("pause", bench.run_folder).out == "paused; trials in flight that stand still: 2\n"
         bench.meeting.let_go(2)
         program.send(signal.SIGINT)
         done = program.end()

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from sandbox_exec.contracts.words import Grade, TrialCompletion
 from sandbox_exec.errors import InvalidValue
 from sandbox_exec.store.room import one_error
-from sandbox_exec.trial.trace import parse_json, refuse_constant
+from sandbox_exec.trial.trace import parse_json
 from sandbox_exec.units import MIB
 
 TRIALS: Final = "trials"
@@ -118,7 +118,7 @@ def read_json(folder: Path, name: str = RESULT, limit: int = MAX_RESULT_BYTES) -
     if data is None:
         return Found(None, reason)
     try:
-        return Found(parse_json(data, parse_constant=refuse_constant))
+        return Found(parse_json(data, finite=True))
     except (ValueError, RecursionError) as error:
         return Found(None, f"{name} is malformed: {error}")
 

@@ -37,7 +37,7 @@ from sandbox_exec.trial.collect import Collected, CollectLimits, collect, stays_
 from sandbox_exec.trial.launches import build_grader
 from sandbox_exec.trial.recorder import Recorder
 from sandbox_exec.trial.supervisor import Supervisor
-from sandbox_exec.trial.trace import parse_json, refuse_constant
+from sandbox_exec.trial.trace import parse_json
 from sandbox_exec.units import MIB
 
 MAX_GRADE_BYTES: Final = MIB  # it is also in the completion and in the database
@@ -206,7 +206,7 @@ class Grading:
 def parse_grade(data: bytes) -> tuple[Grade | None, str]:
     """The grade in what a grader wrote, or the reason why there is none. Any bytes give an answer."""
     try:
-        value = parse_json(data, parse_constant=refuse_constant, object_pairs_hook=without_repeats)
+        value = parse_json(data, finite=True, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         return None, f"grade.json is malformed: {error}"
     try:

@@ -225,7 +225,7 @@ class Supervisor:
         if end.disk_full or end.signal == _SIGXFSZ:
             return Status.DISK_EXCEEDED, error
         if error is None and end.exit_code == 0:
-            error = AgentError(type="NoAnswer", message="the agent ended without returning")
+            error = AgentError(type="NoAnswer", message="its process ended without returning")
         return Status.AGENT_ERROR, error
 
     def _answer(self, end: End) -> tuple[Any, AgentError | None, bool]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 MAX_LINE_BYTES = 1 << 20  # one event; a line without end must not become a buffer without end
 MAX_LINES = 400_000  # parsed in one go, at about 2 us each, and a flood of short ones would be a flood of objects
@@ -92,7 +93,7 @@ class TraceReader:
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """A JSON object in UTF-8 with finite numbers, or None."""
     try:
-        value = parse_json(line, parse_constant=refuse_constant)
+        value = parse_json(line, finite=True)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -104,14 +105,17 @@ class TooDeep(ValueError):
 
 def parse_json(
     data: bytes,
-    parse_constant: Callable[[str], Any] | None = None,
+    *,
+    finite: bool = False,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
     """What a guest wrote, as a value that can be written out and read again, but for NaN and infinities.
 
-    Halves of surrogate pairs, which are no text, are replaced. Raises ValueError or RecursionError.
+    `finite`: refuse those too, which Python reads and JSON has not, and numbers so large that they become one. Halves
+    of surrogate pairs, which are no text, are replaced. Raises ValueError or RecursionError.
     """
-    value = json.loads(data.decode(), parse_constant=parse_constant, object_pairs_hook=object_pairs_hook)
+    numbers: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
+    value = json.loads(data.decode(), object_pairs_hook=object_pairs_hook, **numbers)
     if isinstance(value, dict | list) and data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(value)
     if b"\\ud" in data or b"\\uD" in data:  # nearly never, but for emoji and the end of Hangul
@@ -133,9 +137,11 @@ def _check_depth(value: Any) -> None:
     raise TooDeep(f"nested deeper than {MAX_DEPTH} lists and objects")
 
 
-def refuse_constant(constant: str) -> NoReturn:
-    """For a reader of JSON: refuse NaN and infinities, which Python reads and JSON has not."""
-    raise ValueError(f"{constant} is not JSON")
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not JSON" if not text[-1:].isdigit() else f"{text} is too large")
+    return number
 
 
 class Tail:
