@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from sandbox_exec.errors import RunNotActive
 
 NAME = "control.sock"
@@ -80,7 +82,7 @@ class Request:
 
 
 def ask(folder: Path, *, timeout_s: float = _ANSWER_S, **request: Any) -> dict[str, Any]:
-    """Ask the coordinator of a run. Raises RunNotActive if there is none, or it says nothing for so long."""
+    """Ask the coordinator of a run, in JSON or contracts. Raises RunNotActive if there is none, or it says nothing."""
     with socket.socket(socket.AF_UNIX) as sock, _short(folder) as short:
         try:
             sock.connect(f"{short}/{NAME}")
@@ -88,7 +90,7 @@ def ask(folder: Path, *, timeout_s: float = _ANSWER_S, **request: Any) -> dict[s
             raise RunNotActive(f"no coordinator holds the run in {folder}; start one: sandbox-exec continue") from error
         sock.settimeout(timeout_s)
         try:
-            sock.sendall(json.dumps(request).encode() + b"\n")
+            sock.sendall(to_json(request) + b"\n")
             with sock.makefile("rb") as file:
                 line = file.readline(_MAX_ANSWER)
         except TimeoutError as error:

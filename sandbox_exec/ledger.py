@@ -179,7 +179,7 @@ class Ledger:
         """
         match request:
             case {"do": "submit", "tasks": list(tasks), "inputs": dict(inputs)} if _all_text(inputs.values()):
-                given = [Task.model_validate(one) for one in tasks]
+                given = [Task.model_validate(one) for one in tasks]  # one that is a task already is taken as it is
                 return {"submitted": self.submit(given, inputs).model_dump(mode="json")}
             case {"do": "purge", "filter": dict(which)}:
                 return {"trials": self.purge(SlotFilter.model_validate(which))}
@@ -397,11 +397,7 @@ def request_to_submit(
     given = [_task(one, at) for at, one in enumerate(tasks)]
     new = list({task.id: task for task in given if task.id not in known}.values())  # the same one twice is one
     check_tasks(experiment, new, known)
-    return {
-        "do": "submit",
-        "tasks": [one.model_dump(mode="json") for one in given],
-        "inputs": _digests_of(experiment, new) if new else {},
-    }
+    return {"do": "submit", "tasks": given, "inputs": _digests_of(experiment, new) if new else {}}
 
 
 def _all_text(values: Iterable[Any]) -> bool:
@@ -417,11 +413,15 @@ def _task(one: Task | Mapping[str, Any], at: int) -> Task:
 
 def _digests_of(experiment: Experiment, tasks: Sequence[Task]) -> dict[str, str]:
     alone = experiment.model_copy(update={"tasks": tuple(tasks)})
-    check_files(alone)
     images = image_digests(alone)
     missing = [name.removeprefix(IMAGE) for name, digest in images.items() if digest == MISSING]
     if missing:
         raise InvalidExperiment(f"there is no image {', '.join(missing)}, and it cannot be pulled: build it first")
+    naming = tuple(task for task in tasks if task.workspace or task.reference or task.grading)
+    if not naming:
+        return images
+    alone = experiment.model_copy(update={"tasks": naming})
+    check_files(alone)
     return file_digests(alone) | images
 
 

@@ -312,7 +312,7 @@ def test_a_global_whose_lane_is_closed_is_passed() -> None:
     b = board(alone("g"), "t0", variants=[A, B], max_concurrency=1)
     b.skip(1, "one is enough here")
     lanes = blocked_until(30.0)
-    assert decide_with_lanes(b, lanes, 0.0, 100) == Decisions(dispatch=(3,), wake_s=30.0)
+    assert decide_with_lanes(b, lanes, 0.0, 100) == Decisions(dispatch=(3,))
     b.finish(3)
     assert decide_with_lanes(b, lanes, 30.0, 100).dispatch == (0,)
 

@@ -78,25 +78,26 @@ def entry_point(text: str) -> str:
 
 def _portable(value: JsonValue) -> JsonValue:
     # Parsers let all of this through, but what stores or reads the value later fails on it.
-    pending: list[tuple[JsonValue, int]] = [(value, 0)]
-    while pending:
-        item, depth = pending.pop()
-        if depth > _MAX_JSON_DEPTH:
-            raise InvalidValue(f"nested too deeply: at most {_MAX_JSON_DEPTH} lists and objects in each other")
-        match item:
-            case float(number) if not math.isfinite(number):
-                raise InvalidValue(f"{number} is not JSON: numbers are finite")
-            case int(number) if abs(number) >= _MAX_JSON_INT:
-                raise InvalidValue("a number has too many digits: at most 300; write it as text")
-            case str(text):
-                _encodable(text)
-            case list(items):
-                pending.extend((inner, depth + 1) for inner in items)
-            case dict(members):
-                for name, inner in members.items():
+    level: list[JsonValue] = [value]
+    for _ in range(_MAX_JSON_DEPTH + 1):
+        below: list[JsonValue] = []
+        for item in level:
+            if isinstance(item, str):
+                _encodable(item)
+            elif isinstance(item, dict):
+                for name in item:
                     _encodable(name)
-                    pending.append((inner, depth + 1))
-    return value
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise InvalidValue(f"{item} is not JSON: numbers are finite")
+            elif isinstance(item, int) and abs(item) >= _MAX_JSON_INT:
+                raise InvalidValue("a number has too many digits: at most 300; write it as text")
+        if not below:
+            return value
+        level = below
+    raise InvalidValue(f"nested too deeply: at most {_MAX_JSON_DEPTH} lists and objects in each other")
 
 
 def _encodable(text: str) -> str:
@@ -292,6 +293,7 @@ def derive_seed(seed: int, trial_id: str) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
+@functools.lru_cache(maxsize=1024)  # a schedule has few variants, and the slots of a task stand together
 def _slug(name: str) -> str:
     # A leading dot or hyphen would make a hidden folder, or an option of a command.
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:_SLUG_CHARS] or "_"

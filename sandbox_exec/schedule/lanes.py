@@ -173,8 +173,16 @@ class Lanes:
 
     def closed(self, now_s: float) -> set[str]:
         """Return the variants of which none can start now."""
-        opens = {variant_id: self._opens_s(variant_id, now_s) for variant_id in self._name_of}
-        return {variant_id for variant_id, opens_s in opens.items() if opens_s is None or opens_s > now_s}
+        known: dict[tuple[str, int], bool] = {}  # many variants ask for the same
+        found = set()
+        for variant_id, name in self._name_of.items():
+            key = name, self._estimates[variant_id].tokens
+            if key not in known:
+                opens_s = self.by_name[name].opens_s(now_s, key[1])
+                known[key] = opens_s is None or opens_s > now_s
+            if known[key]:
+                found.add(variant_id)
+        return found
 
     def opens_s(self, variant_ids: Iterable[str], now_s: float) -> float | None:
         """Return the first moment after now at which time alone opens one of these; None: there is none."""

@@ -71,8 +71,11 @@ def decide(board: Board, lanes: Lanes, now_s: float, capacity: int) -> Decisions
     if board.ends_s is not None and now_s >= board.ends_s:
         skip = tuple((idx, board.doomed.get(idx, OVER)) for idx in board.not_started())
         return Decisions(skip=skip, warnings=warnings)
-    dispatch = _choose(board, lanes, now_s, min(board.most_at_once, capacity) - len(board.in_flight))
-    wakes = [due_s, lanes.opens_s(board.ready_variants(), now_s)]
+    places = min(board.most_at_once, capacity) - len(board.in_flight)
+    dispatch = _choose(board, lanes, now_s, places)
+    wakes = [due_s]
+    if len(dispatch) < places:  # else it is the end of a trial that is waited for
+        wakes.append(lanes.opens_s(board.ready_variants(), now_s))
     if board.counts.waiting or board.in_flight:
         wakes.append(board.ends_s)
     return Decisions(
