@@ -251,6 +251,6 @@ def _events(trace: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     with file:
         while line := file.readline(MAX_LINE_BYTES + 1):
-            event = parse_object(line) if _MARK in line else None
+            event = parse_object(line, finite=True) if _MARK in line else None
             if event is not None:
                 yield len(line), event

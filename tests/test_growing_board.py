@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 from boards import board, commit, decide, dispatched, first, join, run_one, skip_all, task, variant
@@ -405,6 +406,28 @@ def test_a_blocked_slot_that_is_retried_runs_beside_none_of_its_chain() -> None:
     b.block(0)
     assert dispatched(b) == [1]
     b.requeue(0, 0.0)
+    assert dispatched(b) == []
+    b.finish(1)
+    assert dispatched(b) == [0]
+
+
+@pytest.mark.parametrize("kind", [task, first])
+def test_a_blocked_slot_that_is_retried_goes_before_a_further_attempt_at_the_next_of_its_chain(kind: Any) -> None:
+    b = board(kind("t0", chain="c"), kind("t1", chain="c"), needs("t0"))
+    assert dispatched(b) == [0]
+    b.finish(0)
+    b.block(0)
+    assert dispatched(b) == [1]
+    b.requeue(0, 0.0)
+    assert dispatched(b) == []
+    b.requeue(1, 0.0)
+    assert dispatched(b) == [0]
+    b.finish(0)
+    assert dispatched(b) == [1]
+
+
+def test_after_a_crash_too_a_blocked_slot_that_is_retried_runs_beside_none_of_its_chain() -> None:
+    b = board(task("t0", chain="c"), task("t1", chain="c"), needs("t0"), active=[1])
     assert dispatched(b) == []
     b.finish(1)
     assert dispatched(b) == [0]

@@ -418,7 +418,8 @@ def test_a_second_run_of_one_name_is_refused(done: Done) -> None:
         run(done.experiment, runs=done.folder.parent, run_id=done.folder.name)
 
 
-def test_a_run_that_another_holds_is_refused_and_it_is_said_who(done: Done) -> None:
+def test_a_run_that_another_holds_is_refused_and_it_is_said_who(done: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_MOMENT_S", 0.0)
     with RunStore.open(done.folder), pytest.raises(RunLocked, match=f"held by process {os.getpid()} on "):
         continue_run(done.folder)
 

@@ -113,7 +113,6 @@ def test_a_torn_line_that_would_be_an_event_is_no_event() -> None:
         pytest.param(b'{"a":' * 100_000 + b"1" + b"}" * 100_000, id="deep objects"),
         pytest.param(b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", id="deeper than JSON readers go"),
         pytest.param(b'{"a":NaN}', id="NaN"),
-        pytest.param(b'{"a":1e999}', id="too large"),
         pytest.param(b'{"a":-Infinity}', id="infinity"),
         pytest.param(b'{"a":' + b"9" * 5000 + b"}", id="a huge int"),
         pytest.param(b'{"a":"\xff"}', id="invalid utf-8"),

@@ -361,6 +361,9 @@ class Board:
         else:
             self._held.add(idx)
             heappush(self._delayed, (not_before_s, idx))
+        chain = self._chain_of.get(idx)
+        if chain is not None:
+            self._offer(chain[0])
 
     def finish(self, idx: int) -> None:
         """Note that a slot in flight has its final completion, which waits for its turn to be committed."""
@@ -494,8 +497,8 @@ class Board:
         if self._state[idx] != _WAITING or idx in self._unmet or idx in self._held or idx in self.doomed:
             return
         chain = self._chain_of.get(idx)
-        if chain is not None and chain[0] != idx:
-            return
+        if chain is not None and (chain[0] != idx or self.in_flight.intersection(itertools.islice(chain, 1, 2))):
+            return  # of a chain one runs at a time: the first, or the second if the first had ended and is tried again
         self._move(idx, _READY)
         if idx not in self._firsts:
             self._put(idx)
@@ -531,7 +534,7 @@ class Board:
         if chain and self._state[chain[0]] == _READY:
             self.queue.discard(chain[0])
             self._move(chain[0], _WAITING)
-        chain.insert(1 if chain and self._state[chain[0]] == _IN_FLIGHT else 0, idx)
+        chain.appendleft(idx)
 
     def _record(self, idx: int, status: Status) -> str | None:
         if idx != self.next_to_commit:

@@ -206,7 +206,7 @@ class Grading:
 def parse_grade(data: bytes) -> tuple[Grade | None, str]:
     """The grade in what a grader wrote, or the reason why there is none. Any bytes give an answer."""
     try:
-        value = parse_json(data, finite=True, object_pairs_hook=without_repeats)
+        value = parse_json(data, constants=False, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         return None, f"grade.json is malformed: {error}"
     try:

@@ -90,10 +90,10 @@ class TraceReader:
         return tuple(events), torn
 
 
-def parse_object(line: bytes) -> dict[str, Any] | None:
-    """A JSON object in UTF-8 with finite numbers, or None."""
+def parse_object(line: bytes, *, finite: bool = False) -> dict[str, Any] | None:
+    """A JSON object in UTF-8 without NaN and infinities, or None. `finite`: nor a number that is read as one."""
     try:
-        value = parse_json(line, finite=True)
+        value = parse_json(line, constants=False, finite=finite)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -106,16 +106,21 @@ class TooDeep(ValueError):
 def parse_json(
     data: bytes,
     *,
+    constants: bool = True,
     finite: bool = False,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
     """What a guest wrote, as a value that can be written out and read again, but for NaN and infinities.
 
-    `finite`: refuse those too, which Python reads and JSON has not, and numbers so large that they become one. Halves
-    of surrogate pairs, which are no text, are replaced. Raises ValueError or RecursionError.
+    `constants=False`: refuse those too, which Python reads and JSON has not; `finite`: and numbers so large that they
+    become one. Halves of surrogate pairs, which are no text, are replaced. Raises ValueError or RecursionError.
     """
-    numbers: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
-    value = json.loads(data.decode(), object_pairs_hook=object_pairs_hook, **numbers)
+    value = json.loads(
+        data.decode(),
+        parse_constant=None if constants and not finite else _finite,
+        parse_float=_finite if finite else None,
+        object_pairs_hook=object_pairs_hook,
+    )
     if isinstance(value, dict | list) and data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(value)
     if b"\\ud" in data or b"\\uD" in data:  # nearly never, but for emoji and the end of Hangul

@@ -205,7 +205,7 @@ def test_nothing_is_left_of_containers_whose_workers_are_killed_once_the_run_has
         {"id": name, "agent": {"command": [python.executable, "-S", "-E", str(agents / f"{name}.py")]}}
         for name in names
     ]
-    settings = {"kind": "docker", "image": python.name, "readable": [*python.readable, str(agents)]}
+    settings = {"kind": "docker", "image": python.name, "readable": [*python.readable, str(agents)], "timeout_s": 100}
     design = {"max_concurrency": len(names), "infra_retries": 0}
     one = experiment(tmp_path / "base", ["t"], variants, sandbox=settings, design=design)
     killer = KillsWorkers(tmp_path / "run")
