@@ -394,7 +394,7 @@ def test_the_stories_are_as_varied_as_they_say(told: Callable[[str, int], Told],
 def test_killed_at_any_point_the_story_comes_out_the_same(
     told: Callable[[str, int], Told], tmp_path: Path, order: str, at_once: int
 ) -> None:
-    told(order, at_once).kill_everywhere(tmp_path / "runs", seed=at_once, more=8)
+    told(order, at_once).kill_everywhere(tmp_path / "runs", seed=at_once, more=3)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -456,7 +456,7 @@ def test_what_blocks_the_run_is_retried_and_given_up_once(tmp_path: Path, at_onc
         "has many attempts",
     }
     assert {lines[task]["error_type"] for task in ("needs b", "joins")} == {"Skipped"}
-    told.kill_everywhere(tmp_path / "runs", seed=at_once, more=30)
+    told.kill_everywhere(tmp_path / "runs", seed=at_once, more=12)
 
 
 # --- purged and displaced ---
@@ -522,7 +522,7 @@ def test_what_was_purged_or_displaced_stays_so(tmp_path: Path, at_once: int) -> 
     assert by_type[PURGED] == ["old 1", "old 2", "not any more 1", "not any more 2"]
     assert by_type[DISPLACED] == ["low 1", "low 2"]
     assert [(line["task"], line["repeat"], line["status"]) for line in lines[-1:]] == [("low 2", 1, "success")]
-    told.kill_everywhere(tmp_path / "runs", seed=at_once, more=10)
+    told.kill_everywhere(tmp_path / "runs", seed=at_once, more=4)
 
 
 # --- lanes ---

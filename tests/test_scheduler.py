@@ -745,7 +745,7 @@ def seconds_a_slot(count: int) -> float:
     return (time.process_time() - begin) / count
 
 
-def test_a_slot_costs_the_same_in_a_schedule_a_hundred_times_as_long() -> None:
+def test_a_slot_costs_the_same_in_a_schedule_thirty_times_as_long() -> None:
     small = min(seconds_a_slot(1_000) for _ in range(10))
-    large = seconds_a_slot(100_000)
-    assert large < 6 * small  # what searches the schedule would be a hundred times slower
+    large = seconds_a_slot(30_000)
+    assert large < 6 * small  # what searches the schedule would be thirty times slower

@@ -127,7 +127,7 @@ class HostileAgent:
 
 HANG_S = 0.3  # most are ready in a few milliseconds; one that was not is run again with more time
 FINISH_S = 20.0  # never reached by what finishes: it only bounds a failing test
-CEILING_S = 2.0  # far more than it takes to reach a ceiling, where there is one
+CEILING_S = 4.0  # far more than it takes to reach a ceiling, where there is one
 
 TIMEOUT = ("task_timeout",)
 SUCCESS = ("success",)

@@ -27,7 +27,7 @@ from sandbox_exec.store import attempt_folder
 from sandbox_exec.testing import expand
 from sandbox_exec.trial.grading import ANSWER
 
-MANY = 500
+MANY = 200
 GRADER = """
 import json
 import os
