@@ -167,7 +167,7 @@ def test_a_coordinator_that_is_killed_again_and_again_gets_there_all_the_same(
         assert history_of(folder) == due
         assert_nothing_ran_twice(folder)
 
-    assert in_children([partial(kill_again_and_again, seed) for seed in range(6)]) == [0] * 6
+    assert in_children([partial(kill_again_and_again, seed) for seed in range(4)]) == [0] * 4
 
 
 def test_a_coordinator_that_is_killed_as_often_as_it_dispatches_does_not_use_up_a_trials_budget(

@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shell import Done
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 class Shell:
-    """Runs commands in a folder of its own."""
+    """The command line, in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, call: Callable[..., Done]) -> None:
+        self._call = call
 
     def __call__(self, *words: str) -> str:
-        command = (sys.executable, "-P", "-m", "sandbox_exec", *words)
-        done = subprocess.run(command, capture_output=True, text=True, cwd=self._folder, timeout=100)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        done = self._call(*words)
+        assert done.code == 0, done
+        return done.out
 
     def json(self, *words: str) -> Any:
         return json.loads(self(*words, "--json"))
@@ -35,8 +34,9 @@ class Shell:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
-    return Shell(tmp_path)
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Done]) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    return Shell(call)
 
 
 def test_queues(shell: Shell) -> None:

@@ -657,7 +657,7 @@ class Run:
 runs = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32))
 
 
-@settings(unhurried, max_examples=200)
+@settings(unhurried, max_examples=120)
 @given(cases(), st.lists(runs, min_size=1, max_size=3))
 def test_the_history_is_the_models_at_any_concurrency_and_in_any_order(
     case: Case, runs: list[tuple[int, int, int]]
@@ -667,14 +667,14 @@ def test_the_history_is_the_models_at_any_concurrency_and_in_any_order(
         assert Run(case, concurrency, capacity, random.Random(seed)).to_the_end() == expected
 
 
-@settings(unhurried, max_examples=200)
+@settings(unhurried, max_examples=120)
 @given(cases(), runs, st.integers(1, 5))
 def test_the_history_is_the_models_after_crashes(case: Case, run: tuple[int, int, int], crashes: int) -> None:
     concurrency, capacity, seed = run
     assert Run(case, concurrency, capacity, random.Random(seed)).to_the_end(crashes) == model(case)
 
 
-@settings(unhurried, max_examples=100)
+@settings(unhurried, max_examples=60)
 @given(cases(), runs, st.integers(0, 3))
 def test_what_is_purged_is_skipped_and_the_rest_is_as_if_it_had_never_been_there(
     case: Case, run: tuple[int, int, int], crashes: int
@@ -684,7 +684,7 @@ def test_what_is_purged_is_skipped_and_the_rest_is_as_if_it_had_never_been_there
     assert purging.to_the_end(crashes) == model(case, purging.purged)
 
 
-@settings(unhurried, max_examples=100)
+@settings(unhurried, max_examples=60)
 @given(cases(), runs, st.integers(0, 3))
 def test_what_is_blocked_is_retried_or_given_up_and_the_rest_follows_from_that(
     case: Case, run: tuple[int, int, int], crashes: int
@@ -694,7 +694,7 @@ def test_what_is_blocked_is_retried_or_given_up_and_the_rest_follows_from_that(
     assert blocking.to_the_end(crashes) == model(case, blocking.purged, blocking.decided)
 
 
-@settings(unhurried, max_examples=100)
+@settings(unhurried, max_examples=60)
 @given(cases(), runs, st.floats(0.1, 20.0))
 def test_a_run_with_a_duration_ends_and_says_nothing_false(
     case: Case, run: tuple[int, int, int], duration_s: float

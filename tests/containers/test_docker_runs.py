@@ -200,7 +200,7 @@ def kill_at_callback(folder: Path, one: Experiment, nth: int, *, all_of_it: bool
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_coordinator_host_and_workers_are_killed_at_random_moments(calm: Calm, tmp_path: Path, seed: int) -> None:
     folder, known, fate = tmp_path / f"random-{seed}", children(), random.Random(seed)
     for all_of_it in (True, False, True):
