@@ -217,9 +217,9 @@ def orders(effort: Effort, workers: int, say: Say) -> Part:
 
 
 def board(effort: Effort, workers: int, say: Say) -> Part:
-    """The same as the coordinator has it: with the board, lanes and the schedule around the queue."""
+    """The same as the coordinator has it, with the board around the queue; `decide` is a take and all lanes asked."""
     return _by_size(
-        "board", "Board, lanes and queue, microseconds each", BoardLoad, ("decide", "end", "commit"), effort, say
+        "board", "Board, lanes and queue, microseconds each", BoardLoad, ("take", "end", "commit"), effort, say
     )
 
 
