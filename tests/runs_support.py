@@ -18,7 +18,7 @@ from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.contracts import Slot, Status, TrialCompletion, TrialDispatch
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator, RunCallback, RunEnd
-from sandbox_exec.dispatching import limits_of
+from sandbox_exec.dispatching import limits_of, unseen_runs
 from sandbox_exec.ledger import QUEUE
 from sandbox_exec.orders import first_schedule, make_queue
 from sandbox_exec.store import RunStore, history, read_completion
@@ -171,7 +171,9 @@ def run_scripted(
 
 def run_local(folder: Path, one: Experiment, *, hung_s: float = 30.0, containment: str = "auto", **more: Any) -> RunEnd:
     workers = one.design.max_concurrency
-    backend = LocalBackend(workers, limits=limits_of(one, [folder]), hung_s=hung_s, containment=containment)
+    backend = LocalBackend(
+        workers, limits=limits_of(one, [unseen_runs(one, folder)]), hung_s=hung_s, containment=containment
+    )
     return work_at(folder, one, backend, **more)
 
 

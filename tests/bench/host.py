@@ -106,6 +106,9 @@ def _serve(side: Side[object], connection: Connection) -> NoReturn:
             n, in_flight = connection.recv()
             connection.send((True, side.run(n, in_flight)))
     finally:
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # which follows the end of the connection, and must not cut it short
         side.stop()
 
 

@@ -15,7 +15,7 @@ from sandbox_exec.backends.local import LocalBackend
 from sandbox_exec.contracts import Slot
 from sandbox_exec.contracts.experiment import Experiment
 from sandbox_exec.coordinator import Coordinator, RunCallback
-from sandbox_exec.dispatching import limits_of
+from sandbox_exec.dispatching import limits_of, unseen_runs
 from sandbox_exec.experiment import freeze_functions
 from sandbox_exec.graders import FUNCTIONS
 from sandbox_exec.runs import RUNS
@@ -65,7 +65,9 @@ class RunSide:
         (folder / FUNCTIONS).mkdir()
         for digest, payload in functions.items():
             (folder / FUNCTIONS / f"{digest}.pkl").write_bytes(payload)
-        backend = LocalBackend(in_flight, limits=limits_of(experiment, [folder]), preload=[agents.__name__])
+        backend = LocalBackend(
+            in_flight, limits=limits_of(experiment, [unseen_runs(experiment, folder)]), preload=[agents.__name__]
+        )
         try:
             with RunStore.create(folder, "bench", experiment.model_dump_json(), expand(experiment), {}) as store:
                 end = Coordinator(store, experiment, backend, callbacks=[seen]).run()
