@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import Field
 
 from sandbox_exec.contracts import Blame, Contract, Experiment, Isolation, Status, derive_seed
+from sandbox_exec.dispatching import IMAGE
 from sandbox_exec.experiment import json_digest
 from sandbox_exec.figures import Z, clustered_mean, paired_bootstrap, pass_at_k, percentiles, wilson
 from sandbox_exec.ledger import QUEUE, experiment_of
@@ -46,7 +47,6 @@ EVERY_K: Final = 10  # pass@k has every k up to here, then 20, 50, 100, 200 and 
 MAX_ALL_PAIRS: Final = 12  # variants, up to which each is compared with each other: 66 comparisons
 MAX_SCORE: Final = 1e100  # beyond it, sums and squares leave what a float can hold
 
-_IMAGE: Final = "image "  # what the names of images begin with among a run's inputs
 _READ_MESSAGE: Final = 1000  # characters of a message that are looked at: agents can write more
 _MIN_ID: Final = 3  # characters of a task's id that is looked for in messages; "a" is in all of them
 
@@ -369,7 +369,7 @@ class _Read:
     def conditions(self, run: Run, experiment: Experiment) -> Conditions:
         said = experiment.model_dump(mode="json", exclude={"base", "sources"}, exclude_defaults=True)
         said.get("design", {}).pop("max_concurrency", None)
-        images = {name.removeprefix(_IMAGE): one for name, one in run.digests.items() if name.startswith(_IMAGE)}
+        images = {name.removeprefix(IMAGE): one for name, one in run.digests.items() if name.startswith(IMAGE)}
         return Conditions(
             experiment=experiment.name,
             experiment_digest=json_digest(said),

@@ -399,20 +399,8 @@ def test_what_was_blocked_is_so_when_the_board_is_made_again(tasks: tuple[Task |
     assert dispatched(b) == [2]
 
 
-def test_a_blocked_slot_that_is_retried_runs_beside_none_of_its_chain() -> None:
-    b = board(task("t0", chain="c"), task("t1", chain="c"), needs("t0"))
-    assert dispatched(b) == [0]
-    b.finish(0)
-    b.block(0)
-    assert dispatched(b) == [1]
-    b.requeue(0, 0.0)
-    assert dispatched(b) == []
-    b.finish(1)
-    assert dispatched(b) == [0]
-
-
-@pytest.mark.parametrize("kind", [task, first])
-def test_a_blocked_slot_that_is_retried_goes_before_a_further_attempt_at_the_next_of_its_chain(kind: Any) -> None:
+def retried_beside_its_chain(kind: Any) -> Board:
+    """Slot 0 was blocked and is tried again; slot 1, the next of its chain, has begun since."""
     b = board(kind("t0", chain="c"), kind("t1", chain="c"), needs("t0"))
     assert dispatched(b) == [0]
     b.finish(0)
@@ -420,6 +408,18 @@ def test_a_blocked_slot_that_is_retried_goes_before_a_further_attempt_at_the_nex
     assert dispatched(b) == [1]
     b.requeue(0, 0.0)
     assert dispatched(b) == []
+    return b
+
+
+def test_a_blocked_slot_that_is_retried_runs_beside_none_of_its_chain() -> None:
+    b = retried_beside_its_chain(task)
+    b.finish(1)
+    assert dispatched(b) == [0]
+
+
+@pytest.mark.parametrize("kind", [task, first])
+def test_a_blocked_slot_that_is_retried_goes_before_a_further_attempt_at_the_next_of_its_chain(kind: Any) -> None:
+    b = retried_beside_its_chain(kind)
     b.requeue(1, 0.0)
     assert dispatched(b) == [0]
     b.finish(0)
